@@ -10,6 +10,7 @@
 /* Sides of tiles: multiples of the steps of the loops. */
 #define TILE_ROWS 192
 #define TILE_COLS 256
+#define GRAIN_ROWS 6
 #define GRAIN_COLS 16
 /* With a few rows, memory sets the time: short tiles, so that threads end together. */
 #define FEW_COLS 96
@@ -40,7 +41,9 @@ static void find_tiles(struct job *job)
     const struct dsc_nn_product *call = &job->call;
     int64_t n_wanted;
 
-    job->tile_rows = least(call->n_rows, TILE_ROWS);
+    /* Tiles of equal heights, so that threads with as many tiles end together. */
+    job->tile_rows = pieces(call->n_rows, pieces(call->n_rows, TILE_ROWS));
+    job->tile_rows = pieces(job->tile_rows, GRAIN_ROWS) * GRAIN_ROWS;
     n_wanted = CHUNK_PRODUCTS / ((call->n_terms + 1) * job->tile_rows) + 1;
     job->tile_cols =
         least(pieces(n_wanted, GRAIN_COLS) * GRAIN_COLS, call->n_rows <= DSC_NN_FEW_ROWS ? FEW_COLS : TILE_COLS);
@@ -48,14 +51,18 @@ static void find_tiles(struct job *job)
     job->n_tiles = pieces(call->n_rows, job->tile_rows) * job->n_across;
 }
 
-static void run_tile(const struct job *job, int64_t i)
+/* Runs tiles from number i on, at most n, and returns how many: those beside one another share the work on their rows.
+ */
+static int64_t run_some(const struct job *job, int64_t i, int64_t n)
 {
     const struct dsc_nn_product *call = &job->call;
-    int64_t tile = i % job->n_tiles;
-    int64_t row = tile / job->n_across * job->tile_rows, col = tile % job->n_across * job->tile_cols;
+    int64_t tile = i % job->n_tiles, across = tile % job->n_across;
+    int64_t row = tile / job->n_across * job->tile_rows;
 
-    job->run(call, i / job->n_tiles, row, least(row + job->tile_rows, call->n_rows), col,
-             least(col + job->tile_cols, call->n_cols));
+    n = least(n, job->n_across - across);
+    job->run(call, i / job->n_tiles, row, least(row + job->tile_rows, call->n_rows), across * job->tile_cols,
+             least((across + n) * job->tile_cols, call->n_cols));
+    return n;
 }
 
 /* arg: the jobs; their tiles are numbered one after the other. */
@@ -64,10 +71,10 @@ static void run_tiles(void *arg, int64_t first, int64_t last)
     const struct job *job = arg;
     int64_t begin = 0;
 
-    for (int64_t i = first; i < last; i++) {
+    for (int64_t i = first; i < last;) {
         for (; i >= job->end; job++)
             begin = job->end;
-        run_tile(job, i - begin);
+        i += run_some(job, i - begin, least(last, job->end) - i);
     }
 }
 

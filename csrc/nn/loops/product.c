@@ -83,89 +83,8 @@ STEP float fold(const float *sums)
 #endif
 }
 
-/* A step of `dot_tile` adds to this many rows times this many columns, each in a register. */
-#define DOT_ROWS 4
-#define DOT_COLS 3
-
-/* Most rows and columns of a panel. */
-#define PANEL_ROWS 64
+/* Most columns of a panel. */
 #define PANEL_COLS 256
-
-struct panel {
-    DSC_ALIGNED float a[PANEL_ROWS][DSC_NN_DOT_TERMS];
-    DSC_ALIGNED float b[DOT_COLS][DSC_NN_DOT_TERMS];
-    float y[PANEL_ROWS][PANEL_COLS];
-};
-
-STEP void dot_tile(int n_rows, int n_cols, struct panel *panel, int64_t row, int64_t col, int64_t n_terms)
-{
-    lanes sums[DOT_ROWS][DOT_COLS] = {{{0}}};
-
-    for (int64_t t = 0; t < n_terms; t += LANES) {
-        lanes b[DOT_COLS];
-
-        for (int c = 0; c < n_cols; c++)
-            b[c] = load(panel->b[c] + t);
-        for (int r = 0; r < n_rows; r++) {
-            lanes a = load(panel->a[row + r] + t);
-
-            for (int c = 0; c < n_cols; c++)
-                sums[r][c] = fused(a, b[c], sums[r][c]);
-        }
-    }
-    for (int r = 0; r < n_rows; r++) {
-        for (int c = 0; c < n_cols; c++) {
-            float folded[LANES];
-
-            store(sums[r][c], folded);
-            panel->y[row + r][col + c] += fold(folded);
-        }
-    }
-}
-
-/* A function for each number of rows, so that their sums stay in registers. */
-STEP void dot_rows(int n_cols, struct panel *panel, int64_t n_rows, int64_t col, int64_t n_terms)
-{
-    int64_t row = 0;
-
-    for (; row + 4 <= n_rows; row += 4)
-        dot_tile(4, n_cols, panel, row, col, n_terms);
-    if (n_rows - row == 3)
-        dot_tile(3, n_cols, panel, row, col, n_terms);
-    else if (n_rows - row == 2)
-        dot_tile(2, n_cols, panel, row, col, n_terms);
-    else if (n_rows - row == 1)
-        dot_tile(1, n_cols, panel, row, col, n_terms);
-}
-
-/* Asks for elements [begin, begin + n) ahead of their use: the pieces of rows are too short for the hardware to see. */
-STEP void fetch(dsc_dtype dtype, const void *src, int64_t begin, int64_t n)
-{
-    int64_t size = dtype == DSC_DTYPE_F32 ? 4 : 2;
-
-    for (int64_t at = 0; at < n * size; at += 64)
-        __builtin_prefetch((const char *)src + begin * size + at);
-}
-
-/* begin: the element of b at the first column and term. */
-static void add_block(const struct dsc_nn_product *call, struct panel *panel, int64_t n_rows, int64_t begin,
-                      int64_t n_cols, int64_t n_terms)
-{
-    for (int64_t c = 0; c < n_cols; c += DOT_COLS) {
-        int64_t n_in_tile = n_cols - c < DOT_COLS ? n_cols - c : DOT_COLS;
-
-        for (int64_t i = 0; i < n_in_tile; i++)
-            widen(call->dtype, call->b, begin + (c + i) * call->b_col, n_terms, panel->b[i]);
-        for (int64_t i = DOT_COLS; i < 2 * DOT_COLS && c + i < n_cols; i++)
-            fetch(call->dtype, call->b, begin + (c + i) * call->b_col, n_terms);
-        if (n_in_tile == 3)
-            dot_rows(3, panel, n_rows, c, n_terms);
-        else if (n_in_tile == 2)
-            dot_rows(2, panel, n_rows, c, n_terms);
-        else
-            dot_rows(1, panel, n_rows, c, n_terms);
-    }
-}
 
 /* Adds the bias of columns from `col`, and rounds values to the row of y. */
 static void finish_row(const struct dsc_nn_product *call, int64_t batch, int64_t row, int64_t col, float *values,
@@ -176,32 +95,7 @@ static void finish_row(const struct dsc_nn_product *call, int64_t batch, int64_t
     narrow(call->dtype, values, n_cols, call->y, (batch * call->n_rows + row) * call->n_cols + col);
 }
 
-static void run_panel(const struct dsc_nn_product *call, struct panel *panel, int64_t batch, int64_t row,
-                      int64_t n_rows, int64_t col, int64_t n_cols)
-{
-    int64_t a = batch * call->a_batch + row * call->a_row, b = batch * call->b_batch + col * call->b_col;
-
-    for (int64_t r = 0; r < n_rows; r++)
-        memset(panel->y[r], 0, (size_t)n_cols * sizeof(float));
-    for (int64_t term = 0; term < call->n_terms; term += DSC_NN_DOT_TERMS) {
-        int64_t n = call->n_terms - term < DSC_NN_DOT_TERMS ? call->n_terms - term : DSC_NN_DOT_TERMS;
-
-        for (int64_t r = 0; r < n_rows; r++)
-            widen(call->dtype, call->a, a + r * call->a_row + term, n, panel->a[r]);
-        add_block(call, panel, n_rows, b + term, n_cols, n);
-    }
-    for (int64_t r = 0; r < n_rows; r++)
-        finish_row(call, batch, row + r, col, panel->y[r], n_cols);
-}
-
-/*
- * A few rows: memory delivers a column faster than it could be widened into a buffer and read again. So a step widens
- * terms of some columns in registers, and uses them for each row. A register holds the 8 lanes of one column or of two.
- * Each sum adds as in dot_tile.
- */
-#define STEP_ROWS 8
-#define MOST_STRIPS 8
-
+/* A strip is a register: the 8 lanes of one column of b, or of two. */
 #if defined(__AVX512F__)
 #define STRIP_COLS 2
 typedef float strip __attribute__((vector_size(4 * 2 * LANES)));
@@ -209,11 +103,6 @@ typedef float strip __attribute__((vector_size(4 * 2 * LANES)));
 #define STRIP_COLS 1
 typedef lanes strip;
 #endif
-
-struct few {
-    DSC_ALIGNED float a[DSC_NN_FEW_ROWS][DSC_NN_DOT_TERMS];
-    float y[DSC_NN_FEW_ROWS][PANEL_COLS];
-};
 
 /* LANES terms of a row, for each column of a strip. */
 STEP strip strip_of(const float *terms)
@@ -223,6 +112,19 @@ STEP strip strip_of(const float *terms)
 #else
     return load(terms);
 #endif
+}
+
+STEP strip load_strip(const float *src)
+{
+    strip x;
+
+    memcpy(&x, src, sizeof x);
+    return x;
+}
+
+STEP void store_strip(strip x, float *dst)
+{
+    memcpy(dst, &x, sizeof x);
 }
 
 STEP strip fused_strip(strip a, strip b, strip c)
@@ -279,6 +181,19 @@ STEP strip widen_rest(dsc_dtype dtype, const void *src, int64_t begin, int64_t s
     memcpy(&x, rest, sizeof x);
     return x;
 }
+
+/*
+ * A few rows: memory delivers a column faster than it could be widened into a buffer and read again. So a step widens
+ * terms of some columns in registers, and uses them for each row. Each sum
+ * adds as in many_tile.
+ */
+#define STEP_ROWS 8
+#define MOST_STRIPS 8
+
+struct few {
+    DSC_ALIGNED float a[DSC_NN_FEW_ROWS][DSC_NN_DOT_TERMS];
+    float y[DSC_NN_FEW_ROWS][PANEL_COLS];
+};
 
 /*
  * n_rows rows times n_strips strips of columns, which are constants after inlining. begin: the element of b at the
@@ -387,20 +302,215 @@ static void run_few(const struct dsc_nn_product *call, struct few *few, int64_t 
         finish_row(call, batch, row + r, col, few->y[r], n_cols);
 }
 
+/*
+ * Many rows: a panel holds rows of a as f32 in the second-level cache, and the columns of one tile in the first. Rows
+ * go through in groups. The first group widens the columns that the others use: its conversions and stores run beside
+ * multiplications, on units of their own. A tile needs no more registers than there are: 32 of AVX-512, 16 of AVX2.
+ */
+#define MANY_STRIPS 4
+#define MANY_COLS (MANY_STRIPS * STRIP_COLS)
+#if defined(__AVX512F__)
+#define MANY_ROWS 6
+#else
+#define MANY_ROWS 3
+#endif
+#define STRIP_LANES (STRIP_COLS * LANES)
+
+/* Most rows of a panel. */
+#define PANEL_ROWS 96
+
+/* Without the last terms, all rows would begin in the same set of a cache. */
+#define PANEL_TERMS (DSC_NN_DOT_TERMS + 16)
+
+struct panel {
+    DSC_ALIGNED float a[PANEL_ROWS][PANEL_TERMS];
+    DSC_ALIGNED float b[DSC_NN_DOT_TERMS / LANES][MANY_STRIPS][STRIP_LANES];
+    DSC_ALIGNED float y[PANEL_ROWS][PANEL_COLS];
+};
+
+/* Where a panel's columns lie in memory: element `begin` is at the first column and term. */
+struct source {
+    const void *b;
+    int64_t begin;
+    int64_t stride; /* from a column to the next */
+};
+
+typedef int32_t strip_lanes __attribute__((vector_size(4 * STRIP_LANES)));
+typedef float many_sums __attribute__((vector_size(4 * MANY_COLS)));
+
+/* The sums of the 8 lanes of each column, in halves as in `fold`. */
+STEP many_sums fold_many(const strip sums[MANY_STRIPS])
+{
+    many_sums found;
+#if STRIP_COLS == 2
+    const strip_lanes low4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, high4 = low4 + 4;
+    const strip_lanes low2 = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}, high2 = low2 + 2;
+    const strip_lanes next = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    const strip_lanes in_order = {0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14};
+    strip first = __builtin_shuffle(sums[0], sums[1], low4) + __builtin_shuffle(sums[0], sums[1], high4);
+    strip second = __builtin_shuffle(sums[2], sums[3], low4) + __builtin_shuffle(sums[2], sums[3], high4);
+#else
+    const strip_lanes low4 = {0, 1, 2, 3, 8, 9, 10, 11}, high4 = low4 + 4;
+    const strip_lanes low2 = {0, 1, 8, 9, 4, 5, 12, 13}, high2 = low2 + 2;
+    const strip_lanes next = {1, 0, 3, 2, 5, 4, 7, 6};
+    const strip_lanes in_order = {0, 2, 4, 6, 0, 2, 4, 6};
+    strip first = __builtin_shuffle(sums[0], sums[2], low4) + __builtin_shuffle(sums[0], sums[2], high4);
+    strip second = __builtin_shuffle(sums[1], sums[3], low4) + __builtin_shuffle(sums[1], sums[3], high4);
+#endif
+    strip two = __builtin_shuffle(first, second, low2) + __builtin_shuffle(first, second, high2);
+    strip one = __builtin_shuffle(two + __builtin_shuffle(two, next), in_order);
+
+    memcpy(&found, &one, sizeof found);
+    return found;
+}
+
+/* Terms [t, t + n) of the tile's columns, widened into the panel. n is at most LANES. */
+STEP strip widen_into(struct panel *panel, dsc_dtype dtype, const struct source *source, int i, int64_t t, int64_t n)
+{
+    int64_t at = source->begin + i * STRIP_COLS * source->stride + t;
+    strip x = n == LANES ? widen_strip(dtype, source->b, at, source->stride)
+                         : widen_rest(dtype, source->b, at, source->stride, n);
+
+    store_strip(x, panel->b[t / LANES][i]);
+    return x;
+}
+
+/* Adds products of LANES terms from t on. With a source, the columns are read from it, and n terms are left there. */
+STEP void many_step(int n_rows, dsc_dtype dtype, const struct source *source, struct panel *panel, int64_t row,
+                    int64_t t, int64_t n, strip sums[MANY_ROWS][MANY_STRIPS])
+{
+    strip a[MANY_ROWS];
+
+#pragma GCC unroll 8
+    for (int r = 0; r < n_rows; r++)
+        a[r] = strip_of(panel->a[row + r] + t);
+#pragma GCC unroll 8
+    for (int i = 0; i < MANY_STRIPS; i++) {
+        strip x = source != NULL ? widen_into(panel, dtype, source, i, t, n) : load_strip(panel->b[t / LANES][i]);
+
+#pragma GCC unroll 8
+        for (int r = 0; r < n_rows; r++)
+            sums[r][i] = fused_strip(a[r], x, sums[r][i]);
+    }
+}
+
+/* n_rows is a constant after inlining, and so is whether there is a source, and its dtype. */
+STEP void many_tile(int n_rows, dsc_dtype dtype, const struct source *source, struct panel *panel, int64_t row,
+                    int64_t col, int64_t n_terms)
+{
+    strip sums[MANY_ROWS][MANY_STRIPS] = {{{0}}};
+    const int64_t size = dtype == DSC_DTYPE_F32 ? 4 : 2, n_whole = source != NULL ? n_terms / LANES * LANES : n_terms;
+
+    for (int64_t t = 0; t < n_whole; t += LANES) {
+        /* The next tile's columns are asked for at the speed at which these are used. */
+        for (int c = 0; c < (source != NULL && t * size % 64 == 0 ? MANY_COLS : 0); c++)
+            __builtin_prefetch((const char *)source->b + (source->begin + (MANY_COLS + c) * source->stride + t) * size,
+                               0, 2);
+        many_step(n_rows, dtype, source, panel, row, t, LANES, sums);
+    }
+    if (n_whole < n_terms)
+        many_step(n_rows, dtype, source, panel, row, n_whole, n_terms - n_whole, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < n_rows; r++) {
+        many_sums y;
+
+        memcpy(&y, panel->y[row + r] + col, sizeof y);
+        y += fold_many(sums[r]);
+        memcpy(panel->y[row + r] + col, &y, sizeof y);
+    }
+}
+
+/* Rows from `row` on, of columns that the panel holds. A function for each number of rows, as in `few_cols`. */
+static void many_rows(struct panel *panel, int64_t row, int64_t n_rows, int64_t col, int64_t n_terms)
+{
+    for (; row + MANY_ROWS <= n_rows; row += MANY_ROWS)
+        many_tile(MANY_ROWS, DSC_DTYPE_F32, NULL, panel, row, col, n_terms);
+#if MANY_ROWS > 3
+    if (n_rows - row == 5)
+        many_tile(5, DSC_DTYPE_F32, NULL, panel, row, col, n_terms);
+    else if (n_rows - row == 4)
+        many_tile(4, DSC_DTYPE_F32, NULL, panel, row, col, n_terms);
+    else if (n_rows - row == 3)
+        many_tile(3, DSC_DTYPE_F32, NULL, panel, row, col, n_terms);
+    else
+#endif
+        if (n_rows - row == 2)
+        many_tile(2, DSC_DTYPE_F32, NULL, panel, row, col, n_terms);
+    else if (n_rows - row == 1)
+        many_tile(1, DSC_DTYPE_F32, NULL, panel, row, col, n_terms);
+}
+
+#define FIRST_ROWS_AS(dtype, source, panel, col, n_terms) many_tile(MANY_ROWS, dtype, source, panel, 0, col, n_terms)
+
+/* The first MANY_ROWS rows, of columns that the panel does not hold yet. */
+static void first_rows(dsc_dtype dtype, const struct source *source, struct panel *panel, int64_t col, int64_t n_terms)
+{
+    WITH_DTYPE(dtype, FIRST_ROWS_AS, source, panel, col, n_terms);
+}
+
+/* Widens the last columns, fewer than MANY_COLS; the others are zeros, whose sums nobody reads. */
+static void widen_last(dsc_dtype dtype, const struct source *source, struct panel *panel, int64_t n_cols,
+                       int64_t n_terms)
+{
+    DSC_ALIGNED float terms[DSC_NN_DOT_TERMS];
+
+    memset(panel->b, 0, sizeof panel->b);
+    for (int64_t c = 0; c < n_cols; c++) {
+        widen(dtype, source->b, source->begin + c * source->stride, n_terms, terms);
+        for (int64_t t = 0; t < n_terms; t += LANES)
+            store(load(terms + t), panel->b[t / LANES][c / STRIP_COLS] + c % STRIP_COLS * LANES);
+    }
+}
+
+/* A block of terms: n_rows rows of the panel times n_cols columns. */
+static void add_block(dsc_dtype dtype, struct source source, struct panel *panel, int64_t n_rows, int64_t n_cols,
+                      int64_t n_terms)
+{
+    for (int64_t c = 0; c < n_cols; c += MANY_COLS, source.begin += MANY_COLS * source.stride) {
+        if (n_rows >= MANY_ROWS && n_cols - c >= MANY_COLS) {
+            first_rows(dtype, &source, panel, c, n_terms);
+            many_rows(panel, MANY_ROWS, n_rows, c, n_terms);
+        } else {
+            widen_last(dtype, &source, panel, n_cols - c < MANY_COLS ? n_cols - c : MANY_COLS, n_terms);
+            many_rows(panel, 0, n_rows, c, n_terms);
+        }
+    }
+}
+
+static void run_panel(const struct dsc_nn_product *call, struct panel *panel, int64_t batch, int64_t row,
+                      int64_t n_rows, int64_t col, int64_t n_cols)
+{
+    int64_t a = batch * call->a_batch + row * call->a_row, b = batch * call->b_batch + col * call->b_col;
+
+    for (int64_t r = 0; r < n_rows; r++)
+        memset(panel->y[r], 0, sizeof panel->y[r]);
+    for (int64_t term = 0; term < call->n_terms; term += DSC_NN_DOT_TERMS) {
+        int64_t n = call->n_terms - term < DSC_NN_DOT_TERMS ? call->n_terms - term : DSC_NN_DOT_TERMS;
+
+        for (int64_t r = 0; r < n_rows; r++)
+            widen(call->dtype, call->a, a + r * call->a_row + term, n, panel->a[r]);
+        add_block(call->dtype, (struct source){call->b, b + term, call->b_col}, panel, n_rows, n_cols, n);
+    }
+    for (int64_t r = 0; r < n_rows; r++)
+        finish_row(call, batch, row + r, col, panel->y[r], n_cols);
+}
+
 void DSC_K(nn_dot_product)(const struct dsc_nn_product *call, int64_t batch, int64_t row, int64_t end_row, int64_t col,
                            int64_t end_col)
 {
+    int64_t n_rows = end_row - row, n_panels = (n_rows + PANEL_ROWS - 1) / PANEL_ROWS;
+    int64_t step = ((n_rows + n_panels - 1) / n_panels + MANY_ROWS - 1) / MANY_ROWS * MANY_ROWS;
     struct panel panel;
     struct few few;
 
-    if (end_row - row <= DSC_NN_FEW_ROWS) {
+    if (n_rows <= DSC_NN_FEW_ROWS) {
         for (int64_t c = col; c < end_col; c += PANEL_COLS)
-            run_few(call, &few, batch, row, end_row - row, c, end_col - c < PANEL_COLS ? end_col - c : PANEL_COLS);
+            run_few(call, &few, batch, row, n_rows, c, end_col - c < PANEL_COLS ? end_col - c : PANEL_COLS);
         return;
     }
-    for (int64_t r = row; r < end_row; r += PANEL_ROWS)
+    for (int64_t r = row; r < end_row; r += step)
         for (int64_t c = col; c < end_col; c += PANEL_COLS)
-            run_panel(call, &panel, batch, r, end_row - r < PANEL_ROWS ? end_row - r : PANEL_ROWS, c,
+            run_panel(call, &panel, batch, r, end_row - r < step ? end_row - r : step, c,
                       end_col - c < PANEL_COLS ? end_col - c : PANEL_COLS);
 }
 

@@ -87,7 +87,7 @@ static void check_run(const struct run *run)
                 check_element(run, i, r, c);
 }
 
-/* Sizes around the steps of the loops: 3 and 4, 6, 8, 16, 64, 96, 128, 192, 256, 1024. */
+/* Sizes around the steps of the loops: 3, 4, 6, 8, 16, 96, 128, 192, 256, 1024. */
 static const int64_t sizes[][4] = {
     /* batches, rows, terms, columns */
     {0, 2, 3, 4},    {1, 0, 5, 2},     {2, 3, 0, 2},    {1, 3, 5, 0},   {1, 1, 1, 1},    {3, 7, 1, 3},
@@ -151,8 +151,8 @@ static void check_same_bits(struct run *run, const struct dsc_par *par)
 static void test_same_bits(const struct dsc_par *par)
 {
     static const int64_t large[][4] = {
-        {2, 7, 1100, 401}, {3, 250, 260, 131}, {2, 2, 1033, 47}, {2, 3, 1024, 33},
-        {2, 12, 1031, 49}, {2, 16, 39, 50},    {2, 17, 39, 50},
+        {2, 7, 1100, 401}, {3, 250, 260, 131}, {2, 2, 1033, 47}, {2, 3, 1024, 33}, {2, 12, 1031, 49}, {2, 16, 39, 50},
+        {2, 17, 39, 50},   {2, 19, 1027, 23},  {2, 22, 16, 8},   {2, 97, 24, 15},  {2, 389, 70, 130},
     };
     uint64_t random = 2;
 
