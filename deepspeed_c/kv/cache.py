@@ -112,6 +112,17 @@ def by_token(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _write_latents(states: tuple[torch.Tensor, ...], blocks: tuple[torch.Tensor, ...], rows: kv.KvRows) -> None:
+    """Writes two tensors [batch, heads, tokens, dim] of new tokens, of any ``dim``: ``kv_write`` takes dimensions of
+    attention. All rows have the same number of tokens."""
+    (first, second), (keys, values) = states, blocks
+    length = int(rows.n_keys[0])
+    places = torch.arange(length - first.shape[2], length)
+    numbers, slots = rows.tables[:, places // BLOCK_TOKENS].long(), places % BLOCK_TOKENS
+    keys[numbers, :, :, slots] = first.transpose(1, 2)
+    values[numbers, :, slots] = second.transpose(1, 2)
+
+
 class BlockLayer(CacheLayerMixin):
     """The keys and values of one layer. They grow in place, in blocks whose numbers its group decides."""
 
@@ -180,8 +191,7 @@ class BlockLayer(CacheLayerMixin):
         self._last_step = step.number
         kv.write(by_token(key_states), by_token(value_states), self.keys, self.values, step.rows)
         if cached:
-            keys, values = self._own
-            kv.write(*map(by_token, cached), keys, values, step.rows)
+            _write_latents(cached, self._own, step.rows)
         return _stand_in(key_states, View(self, step.rows)), value_states
 
     @property

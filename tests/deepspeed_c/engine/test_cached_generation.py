@@ -155,7 +155,7 @@ def require_same_caches(mine: Any, other: Any) -> None:
         torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "deepseek_v3", "t5gemma", "bart"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "deepseek_v2", "deepseek_v3", "t5gemma", "bart"])
 def test_the_cache_that_is_returned(family: str) -> None:
     """It is transformers' own, and generation goes on from it."""
     plain, model = make(family), make(family)

@@ -35,7 +35,7 @@ def make(family: str) -> torch.nn.Module:
                "first_k_dense_replace": 1, "head_dim": 4}
         ),
         "deepseek_v2": lambda: t.DeepseekV2Config(
-            **{**llama, "num_key_value_heads": 6, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 12,
+            **{**llama, "num_key_value_heads": 6, "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 260,
                "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6, "first_k_dense_replace": 1}
         ),
         "phi": lambda: t.PhiConfig(**{**llama, "qk_layernorm": True}),
