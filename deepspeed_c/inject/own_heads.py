@@ -35,7 +35,8 @@ class SharedKey:
 class _OwnRows:
     """Gives the attention the rows of this rank's heads from arguments that are made for all heads.
 
-    Such arguments are [batch * heads, rows, columns], or [batch, heads, rows, columns]. A mask [batch, tokens] is for all.
+    Such arguments are [batch * heads, rows, columns], or [batch, heads, rows, columns]. A mask
+    [batch, tokens] is for all heads.
     """
 
     def __init__(self, names: tuple[str, ...], n_heads: int, queries: tuple[int, int]) -> None:
