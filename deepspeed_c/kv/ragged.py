@@ -5,6 +5,7 @@ Importing this module imports transformers.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -37,11 +38,17 @@ class Batch(Protocol):
 
 
 class CachedSequence:
-    """A sequence of a cache: the number of its tokens, and its number in the pool of each group."""
+    """A sequence of a cache: the number of its tokens, and its number in the pool of each group.
 
-    def __init__(self, numbers: list[int]) -> None:
+    chain: its number in the index of prefixes; None without one.
+    """
+
+    def __init__(self, numbers: list[int], chain: int | None) -> None:
         self.length = 0
-        """Tokens of forwards that have ended."""
+        """Tokens of forwards that have ended; within a step also the tokens that were found."""
+        self.n_found = 0
+        """Tokens that were found instead of computed."""
+        self.chain = chain
         self._numbers = numbers
 
     def number(self, group: int) -> int:
@@ -65,7 +72,7 @@ class _RaggedGroup:
         return [sequence.number(self.index) for sequence in sequences]
 
     def grow(self, sequences: Sequence[CachedSequence], batch: Batch, n_new: torch.Tensor, number: int) -> None:
-        """Makes room. Raises MemoryError where the pool has none; nothing is changed then."""
+        """Makes room. Raises MemoryError where the pool has none."""
         numbers = self.numbers(sequences)
         copies = self.pool.grow(numbers, batch.lengths)
         rows = KvRows(n_new, batch.n_keys, tables_of(self.pool, numbers, batch.n_columns))
@@ -122,16 +129,22 @@ class RaggedCache(CacheInBlocks):
     Args:
         config: of the model, as ``DynamicCache`` takes it.
         n_blocks: blocks of each group of layers with one window. Memory is taken when a block is written.
+        finds_prefixes: full blocks of sequences that have ended stay until their memory is needed, and a sequence with
+            the same tokens takes them.
 
     Raises NeedsOwnCache for a model with layers of another kind (recurrent states).
     """
 
-    def __init__(self, config: Any, n_blocks: int) -> None:
+    def __init__(self, config: Any, n_blocks: int, finds_prefixes: bool = False) -> None:
         super().__init__(config)
         windows = list(dict.fromkeys(self.windows)) or [None]
         self.groups = [_RaggedGroup(n_blocks, window, i) for i, window in enumerate(windows)]
         self.layers = [_RaggedLayer(self, self.groups[windows.index(w)], i) for i, w in enumerate(self.windows)]
         self._n_steps = 0
+        self._prefixes: _C.KvPrefixes | None = None
+        if finds_prefixes:
+            pools, seen = [group.pool for group in self.groups], [window or 0 for window in windows]
+            self._prefixes = _C.KvPrefixes(pools, seen, secrets.randbits(64))
 
     def fit(self, *states: torch.Tensor) -> None:
         """The number of blocks stays as it was given."""
@@ -150,35 +163,53 @@ class RaggedCache(CacheInBlocks):
         pool = self.groups[group].pool
         return tables_of(pool, [sequence.number(group)], blocks_of(sequence.length))[0]
 
-    def open(self) -> CachedSequence:
-        """A sequence without tokens."""
-        return CachedSequence([group.pool.add(1)[0] for group in self.groups])
+    def count_found(self, tokens: list[int], salt: str = "") -> int:
+        """The tokens at the front that a new sequence would find."""
+        return 0 if self._prefixes is None else self._prefixes.find(salt, tokens)
+
+    def open(self, salt: str = "") -> CachedSequence:
+        """A sequence without tokens. It finds blocks of sequences with the same salt."""
+        numbers = [group.pool.add(1)[0] for group in self.groups]
+        return CachedSequence(numbers, None if self._prefixes is None else self._prefixes.begin(numbers, salt))
 
     def close(self, sequence: CachedSequence) -> None:
         """Ends a sequence. Its blocks are free."""
+        if self._prefixes is not None:
+            self._prefixes.end(sequence.chain)
         for group in self.groups:
             group.pool.drop(group.numbers([sequence]))
 
     @contextmanager
-    def step(self, sequences: Sequence[CachedSequence], batch: Batch) -> Iterator[None]:
-        """Context of a forward with the new tokens of each sequence, behind one another.
+    def step(self, sequences: Sequence[CachedSequence], tokens: Sequence[torch.Tensor]) -> Iterator[list[int]]:
+        """Context of a forward with new tokens of each sequence. Gives the numbers of tokens at the front of each that
+        were found, which count as tokens of the sequence already. ``grow`` makes room for the others.
 
-        Raises MemoryError where a pool has no room. After an exception all sequences are as they were.
+        After an exception all sequences are as they were.
         """
-        grown: list[_RaggedGroup] = []
-        n_new = torch.tensor(batch.lengths)
+        begins = [sequence.length for sequence in sequences]
+        ids = [] if self._prefixes is None else [each.tolist() for each in tokens]
         try:
-            for group in self.groups:
-                group.grow(sequences, batch, n_new, self._n_steps)
-                grown.append(group)
-            self._n_steps += 1
-            yield
+            for sequence, each in zip(sequences, ids):
+                sequence.length += self._prefixes.take(sequence.chain, each)
+            yield [sequence.length - begin for sequence, begin in zip(sequences, begins, strict=True)]
         except BaseException:
-            for group in grown:
+            for sequence, begin in zip(sequences, begins, strict=True):
+                sequence.length = begin
+            for group in self.groups:
                 group.shrink(sequences)
             self.awaited = None
             raise
-        for sequence, n in zip(sequences, batch.lengths, strict=True):
-            sequence.length += n
+        for sequence, begin, each in zip(sequences, begins, tokens, strict=True):
+            sequence.n_found += sequence.length - begin
+            sequence.length = begin + len(each)
+        for sequence, each in zip(sequences, ids):
+            self._prefixes.note(sequence.chain, each)
         for group in self.groups:
             group.slide(sequences)
+
+    def grow(self, sequences: Sequence[CachedSequence], batch: Batch) -> None:
+        """Makes room for the new tokens of a batch, behind one another. Raises MemoryError where a pool has none."""
+        n_new = torch.tensor(batch.lengths)
+        for group in self.groups:
+            group.grow(sequences, batch, n_new, self._n_steps)
+        self._n_steps += 1

@@ -83,6 +83,9 @@ class DSStateManagerConfig(DeepSpeedConfigModel):
     max_context: int = Field(8192, gt=0)
     """Tokens of a sequence, new ones too."""
     memory_config: MemoryConfig = MemoryConfig()
+    enable_prefix_caching: bool = True
+    """Full blocks of sequences that have ended stay until their memory is needed, and a sequence that begins with the
+    same tokens takes them instead of computing them."""
     offload: bool = False
     """True is refused: keys and values lie in host memory on a CPU anyway."""
 
@@ -125,3 +128,6 @@ class RaggedInferenceEngineConfig(DeepSpeedConfigModel):
     tensor_parallel: DeepSpeedTPConfig = Field(DeepSpeedTPConfig(), alias="tp")
     state_manager: DSStateManagerConfig = Field(DSStateManagerConfig(), alias="manager")
     quantization: RaggedQuantizationConfig = RaggedQuantizationConfig()
+    deterministic: bool = False
+    """The logits of a sequence have the same bits alone, in any batch, for any pieces of its tokens, behind a found
+    prefix and on any number of threads. A model with operators that cannot is refused."""

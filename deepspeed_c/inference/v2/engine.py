@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from deepspeed_c.inference.engine import InferenceEngine
 from deepspeed_c.inference.limits import positions_of
 from deepspeed_c.inference.v2.batch import RaggedBatchWrapper
 from deepspeed_c.inference.v2.config import AllocationMode, RaggedInferenceEngineConfig
+from deepspeed_c.inference.v2.deterministic import Deterministic, require_row_wise
 from deepspeed_c.inference.v2.scheduling import SchedulingError, SchedulingResult
 from deepspeed_c.inference.v2.state import DSSequenceDescriptor, DSStateManager, PlaceholderSequenceDescriptor
 from deepspeed_c.inject.few_rows import few_row_products
@@ -39,6 +40,8 @@ FORMAT = 1
 _MOST_TOKENS = (1 << 31) - 1
 # Lengths of the two sequences that a model is tried with, each in two pieces.
 _TRIED = (5, 3)
+# More rows than few_rows multiplies by itself, and a few.
+_TRIED_BITS = (37, 3)
 
 
 class InferenceEngineV2:
@@ -64,11 +67,16 @@ class InferenceEngineV2:
         takes = inspect.signature(self._module.forward).parameters
         self._keeps_last = "logits_to_keep" in takes
         self._takes_positions = "position_ids" in takes
+        self._mode = Deterministic if engine_config.deterministic else nullcontext
         self._undo = ExitStack()
         self._undo.enter_context(few_row_products(self._module))
         try:
             n_bytes = self._try_out(takes)
-            cache = kv.ragged.RaggedCache(self._module.config, self._n_blocks(n_bytes))
+            if engine_config.deterministic:
+                self._compare_bits()
+            cache = kv.ragged.RaggedCache(
+                self._module.config, self._n_blocks(n_bytes), finds_prefixes=manager.enable_prefix_caching
+            )
         except BaseException:
             self._undo.close()
             raise
@@ -93,13 +101,24 @@ class InferenceEngineV2:
         """The model."""
         return self._module
 
+    def count_found(self, tokens: torch.Tensor, salt: str = "") -> int:
+        """How many of ``tokens``, integers [tokens], a new sequence would find at their front: blocks of sequences with
+        the same ``salt`` that are still in the memory. The last token is never among them."""
+        return self._state.cache.count_found(torch.as_tensor(tokens).tolist(), salt)
+
     def put(
-        self, batch_uids: Iterable[int], batch_tokens: Iterable[torch.Tensor], do_checks: bool = True
+        self,
+        batch_uids: Iterable[int],
+        batch_tokens: Iterable[torch.Tensor],
+        do_checks: bool = True,
+        salts: Mapping[int, str] | None = None,
     ) -> torch.Tensor:
         """Runs new tokens of sequences in one forward. A uid that is not known begins a sequence.
 
         batch_tokens: integers [tokens] of each uid. do_checks: False leaves out the limits of numbers, which
-        ``can_schedule`` has answered; the memory is checked anyway.
+        ``can_schedule`` has answered; the memory is checked anyway. salts: of new uids. Tokens whose keys and values are
+        in the memory already are not computed again (``enable_prefix_caching``); sequences share them with those of the
+        same salt alone.
 
         Returns the logits of the last token of each sequence, [sequences, words]. On tensor-parallel ranks all ranks
         make the same call. Raises SchedulingError for a batch beyond a limit, ModelError for tokens that are no words
@@ -112,7 +131,8 @@ class InferenceEngineV2:
             self._require(uids, [each.numel() for each in tokens])
         known = set(self._state.tracked_sequences)
         try:
-            sequences = [self._state.get_or_create_sequence(uid) for uid in uids]
+            salts = salts or {}
+            sequences = [self._state.get_or_create_sequence(uid, salts.get(uid, "")) for uid in uids]
             return self._run(sequences, tokens)
         except BaseException:
             for uid in uids:
@@ -226,21 +246,21 @@ class InferenceEngineV2:
         self, cache: Any, sequences: Sequence[DSSequenceDescriptor], tokens: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         device, batch = self._host.device, self._batch
-        batch.clear()
-        for sequence, each in zip(sequences, tokens, strict=True):
-            batch.insert_sequence(sequence, each, do_checks=False)
-        batch.finalize()
-        last = batch.last_tokens.to(device)
-        more = {"logits_to_keep": last} if self._keeps_last else {}
-        if self._takes_positions:
-            more["position_ids"] = batch.positions[None].to(device)
         cached = [each.cached for each in sequences]
-        with torch.no_grad(), cache.step(cached, batch), kv.attention.attention_in_blocks(self._attending):
+        batch.clear()
+        with cache.step(cached, tokens) as n_found, ExitStack() as context:
+            for sequence, each, begin in zip(sequences, tokens, n_found, strict=True):
+                batch.insert_sequence(sequence, each[begin:], do_checks=False)
+            batch.finalize()
+            cache.grow(cached, batch)
+            last = batch.last_tokens.to(device)
+            more = {"logits_to_keep": last} if self._keeps_last else {}
+            if self._takes_positions:
+                more["position_ids"] = batch.positions[None].to(device)
+            for each in (torch.no_grad(), self._mode(), kv.attention.attention_in_blocks(self._attending)):
+                context.enter_context(each)
             logits = self._host(
-                input_ids=batch.input_ids()[None].to(device),
-                past_key_values=cache,
-                use_cache=True,
-                **more,
+                input_ids=batch.input_ids()[None].to(device), past_key_values=cache, use_cache=True, **more
             ).logits[0]
         return logits if self._keeps_last else logits[last]
 
@@ -284,6 +304,30 @@ class InferenceEngineV2:
             )
         keys = [each for layer in cache.layers for each in (layer.keys, layer.values)]
         return sum(each[0].numel() * each.itemsize for each in keys)
+
+    def _compare_bits(self) -> None:
+        """Raises FeatureError where an operator of the model, or the bits of two sequences, depend on the company."""
+        rng = torch.Generator().manual_seed(1)
+        texts = [torch.randint(0, self._words, (n,), generator=rng) for n in _TRIED_BITS]
+        family = type(self._module).__name__
+
+        def run(rows: Sequence[int], pieces: Sequence[slice]) -> torch.Tensor:
+            cache = kv.ragged.RaggedCache(self._module.config, sum(map(blocks_of, _TRIED_BITS)))
+            known = [DSSequenceDescriptor(row, cache.open(), cache) for row in rows]
+            for piece in pieces:
+                found = self._forward(cache, known, [texts[row][piece] for row in rows])
+            return found
+
+        with require_row_wise(family):
+            alone = [run([row], [slice(None)])[0] for row in range(len(texts))]
+        together = run(range(len(texts)), [slice(0, 2), slice(2, None)])
+        n_other = int((together != torch.stack(alone)).sum())
+        if n_other:
+            raise FeatureError(
+                f"{n_other} of {together.numel()} logits of {family} have other bits alone than in one forward",
+                where="deterministic",
+                fix="set deterministic to false for this model",
+            )
 
     def _n_blocks(self, block_bytes: int) -> int:
         """The blocks of each group, the same on all ranks.

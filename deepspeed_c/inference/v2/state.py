@@ -117,11 +117,11 @@ class DSStateManager:
         """The sequence; None if the engine does not know it."""
         return self._sequences.get(uid)
 
-    def get_or_create_sequence(self, uid: int) -> DSSequenceDescriptor:
-        """The sequence, which is made without tokens if the engine does not know it."""
+    def get_or_create_sequence(self, uid: int, salt: str = "") -> DSSequenceDescriptor:
+        """The sequence, which is made without tokens if the engine does not know it. salt: of a new one."""
         found = self._sequences.get(uid)
         if found is None:
-            found = self._sequences[uid] = DSSequenceDescriptor(uid, self.cache.open(), self.cache)
+            found = self._sequences[uid] = DSSequenceDescriptor(uid, self.cache.open(salt), self.cache)
         return found
 
     def flush_sequence(self, uid: int) -> None:

@@ -123,11 +123,12 @@ def test_a_sequence_shows_its_blocks() -> None:
     known = DSStateManager(LIMITS, cache)
     sequences = [known.get_or_create_sequence(uid) for uid in (3, 4)]
     batch = RaggedBatchWrapper(LIMITS)
-    for sequence, n in zip(sequences, (33, 5), strict=True):
-        batch.insert_sequence(sequence, torch.zeros(n, dtype=torch.int64))
-    batch.finalize()
-    with cache.step([each.cached for each in sequences], batch):
-        pass
+    cached, tokens = [each.cached for each in sequences], [torch.zeros(n, dtype=torch.int64) for n in (33, 5)]
+    with cache.step(cached, tokens):
+        for sequence, each in zip(sequences, tokens, strict=True):
+            batch.insert_sequence(sequence, each)
+        batch.finalize()
+        cache.grow(cached, batch)
     blocks = [each.all_block_ids().tolist() for each in sequences]
     assert [len(each) for each in blocks] == [3, 1] and len({b for each in blocks for b in each}) == 4, blocks
     assert list((ctypes.c_int32 * 3).from_address(sequences[0].kv_blocks_ptr)) == blocks[0]

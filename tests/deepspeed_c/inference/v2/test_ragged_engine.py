@@ -42,9 +42,12 @@ def process_group_of_the_engine() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def settings(n_blocks: int = N_BLOCKS, tp: int = 1, **limits: Any) -> RaggedInferenceEngineConfig:
+def settings(
+    n_blocks: int = N_BLOCKS, tp: int = 1, deterministic: bool = False, **limits: Any
+) -> RaggedInferenceEngineConfig:
     memory = {"mode": "allocate", "size": n_blocks}
-    return RaggedInferenceEngineConfig(tp={"tp_size": tp}, manager={**LIMITS, "memory_config": memory, **limits})
+    manager = {**LIMITS, "memory_config": memory, **limits}
+    return RaggedInferenceEngineConfig(tp={"tp_size": tp}, manager=manager, deterministic=deterministic)
 
 
 def engine_of(model: Any, n_blocks: int = N_BLOCKS, tp: int = 1, **limits: Any) -> InferenceEngineV2:
