@@ -130,20 +130,26 @@ def _multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     return y.view(*x.shape[:-1], weight.shape[1])
 
 
-def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:  # noqa: A002 (torch's name)
+def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
     return _multiply(input, weight.t(), bias)
 
 
-def _matmul(input: Any, other: Any, **out: Any) -> torch.Tensor | None:  # noqa: A002
+def _matmul(input: Any, other: Any, **out: Any) -> torch.Tensor | None:
     return None if out or not torch.is_tensor(other) else _multiply(input, other, None)
 
 
-def _addmm(input: Any, mat1: Any, mat2: Any, **scales: Any) -> torch.Tensor | None:  # noqa: A002
+def _addmm(input: Any, mat1: Any, mat2: Any, **scales: Any) -> torch.Tensor | None:
     return None if scales else _multiply(mat1, mat2, input)
 
 
+def _int8(x: Any, weight: Any, scales: Any) -> torch.Tensor | None:
+    """x [rows, terms] times int8 weight [columns, terms]. More rows would run another product, so few rows widen it too."""
+    y = _multiply(x, weight.to(x.dtype).t(), None)
+    return None if y is None else y * scales
+
+
 def _grouped(
-    input: Any,  # noqa: A002
+    input: Any,
     mat2: Any,
     *,
     offs: torch.Tensor | None = None,
@@ -165,7 +171,7 @@ def _grouped(
 
 
 def _activation(act: nn.Act) -> Callable[..., torch.Tensor | None]:
-    def run(input: Any, inplace: bool = False) -> torch.Tensor | None:  # noqa: A002
+    def run(input: Any, inplace: bool = False) -> torch.Tensor | None:
         if not _has_kernel(input) or not input.dim() or not input.shape[-1]:
             return None
         found = nn.bias_act(input, None, act)
@@ -174,7 +180,7 @@ def _activation(act: nn.Act) -> Callable[..., torch.Tensor | None]:
     return run
 
 
-def _gelu(input: Any, approximate: str = "none") -> torch.Tensor | None:  # noqa: A002
+def _gelu(input: Any, approximate: str = "none") -> torch.Tensor | None:
     return _activation("gelu_tanh" if approximate == "tanh" else "gelu")(input)
 
 
@@ -186,6 +192,7 @@ _OWN: dict[Any, Callable[..., torch.Tensor | None]] = {
     **dict.fromkeys((torch.nn.functional.silu,), _activation("silu")),
     **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid, torch.nn.functional.sigmoid), _activation("sigmoid")),
     **dict.fromkeys((torch.nn.functional.gelu, torch._C._nn.gelu), _gelu),
+    torch._weight_int8pack_mm: _int8,
     **{
         function: _grouped
         for function in (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
