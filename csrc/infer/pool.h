@@ -1,13 +1,12 @@
-/* What the index of prefixes (prefixes.c) asks of a pool of blocks. */
+/* Calls of the index of prefixes (prefixes.c) on a pool of blocks. */
 #ifndef DSC_INFER_POOL_H
 #define DSC_INFER_POOL_H
 
 #include "dsc/infer.h"
 
 /*
- * A *kept* block does not become free with its last table. It is idle then: it counts as free, and is taken when no
- * other block is left, the one that has been idle longest first. `forget` is called before such a block is taken; it
- * must not call the pool.
+ * A *kept* block is idle without a table: it counts as free, and is taken when no other block is left, the longest idle
+ * one first. `forget` is called before, and must not call the pool.
  */
 dsc_status dsc_kv_set_keeper(struct dsc_kv_pool *pool, void (*forget)(void *arg, int32_t block), void *arg);
 
@@ -30,8 +29,7 @@ int32_t dsc_kv_block(const struct dsc_kv_pool *pool, int32_t sequence, int64_t i
 dsc_status dsc_kv_reserve(struct dsc_kv_pool *pool, int32_t sequence, int64_t n);
 
 /*
- * Puts n full blocks behind those of a sequence that ends with a full block, or has none. They are blocks of other
- * tables, or idle. Entries at the front of an empty sequence may be DSC_KV_GONE.
+ * Puts n full blocks, of other tables or idle, behind a sequence of full blocks alone. Entries at the front of an empty sequence may be DSC_KV_GONE.
  */
 void dsc_kv_attach(struct dsc_kv_pool *pool, int32_t sequence, int64_t n, const int32_t *blocks);
 

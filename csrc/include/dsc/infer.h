@@ -95,9 +95,8 @@ DSC_API dsc_status dsc_kv_tables(const struct dsc_kv_pool *pool, int32_t n, cons
  * the same tokens takes them instead of computing. A block is found by a hash of all tokens up to its end and of a
  * *salt*, and is confirmed by the tokens and the salt themselves. Sequences of different salts share nothing.
  *
- * An index serves one pool, or several that hold the same sequences for layers of different windows. Blocks that it
- * keeps, and that no table has, count as free: a pool takes them when it has no others, the one that no table
- * has had for the longest time first.
+ * An index serves one pool, or several that hold the same sequences for layers of different windows. A kept block
+ * without a table is *idle*, and counts as free: a pool without other blocks takes it, the longest idle one first.
  *
  * A *chain* is the index's view of a sequence. The caller tells it the tokens whose keys and values were written. Calls
  * on an index and on its pools must not overlap in time. The pools must outlive the index.
@@ -138,8 +137,7 @@ DSC_API dsc_status dsc_kv_prefixes_find(const struct dsc_kv_prefixes *prefixes, 
 DSC_API dsc_status dsc_kv_prefixes_take(struct dsc_kv_prefixes *prefixes, int32_t chain, int64_t n_tokens,
                                         const int64_t *tokens, int64_t *out_found);
 
-/* Tells the chain its next tokens, those that were found too. Their keys and values are written to the blocks of the
- * tables. */
+/* Tells the chain its next tokens, found ones too. Their keys and values are in the blocks of the tables. */
 DSC_API dsc_status dsc_kv_prefixes_note(struct dsc_kv_prefixes *prefixes, int32_t chain, int64_t n_tokens,
                                         const int64_t *tokens);
 

@@ -24,8 +24,8 @@ __all__ = ["Deterministic", "require_row_wise"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _product = torch.ops.deepspeed_c.nn_product
 
-# Operators of torch whose rows do not depend on one another, by the measurement of tests/.../test_deterministic.py: an
-# element is a function of its row alone, wherever the row lies and whatever the instruction set is.
+# Operators of torch with independent rows: an element is a function of its row alone, in any place and by any
+# instruction set. test_deterministic.py measures them.
 _MOVES = (
     *("alias", "view", "_unsafe_view", "_reshape_alias", "as_strided", "expand", "slice", "select", "narrow", "split"),
     *(

@@ -116,9 +116,9 @@ class InferenceEngineV2:
         """Runs new tokens of sequences in one forward. A uid that is not known begins a sequence.
 
         batch_tokens: integers [tokens] of each uid. do_checks: False leaves out the limits of numbers, which
-        ``can_schedule`` has answered; the memory is checked anyway. salts: of new uids. Tokens whose keys and values are
-        in the memory already are not computed again (``enable_prefix_caching``); sequences share them with those of the
-        same salt alone.
+        ``can_schedule`` has answered; the memory is checked anyway. salts: of new uids. With
+        ``enable_prefix_caching`` full blocks of tokens that were computed before, under the same salt, are not computed
+        again.
 
         Returns the logits of the last token of each sequence, [sequences, words]. On tensor-parallel ranks all ranks
         make the same call. Raises SchedulingError for a batch beyond a limit, ModelError for tokens that are no words
