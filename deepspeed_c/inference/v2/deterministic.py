@@ -1,4 +1,4 @@
-"""Forwards in which a row has the same bits in any company: for any other rows, in any pieces, on any number of threads.
+"""Forwards in which a row has the same bits in any company: other rows, other pieces, another number of threads.
 
 Attention over blocks computes so already. Of torch's operators on a CPU two kinds do not: products, whose order of sums
 depends on the number of rows, and activations whose last elements run other code than those before them. A forward in
@@ -143,7 +143,7 @@ def _addmm(input: Any, mat1: Any, mat2: Any, **scales: Any) -> torch.Tensor | No
 
 
 def _int8(x: Any, weight: Any, scales: Any) -> torch.Tensor | None:
-    """x [rows, terms] times int8 weight [columns, terms]. More rows would run another product, so few rows widen it too."""
+    """x [rows, terms] times int8 weight [columns, terms]. Few rows widen it too, because more rows do."""
     y = _multiply(x, weight.to(x.dtype).t(), None)
     return None if y is None else y * scales
 
