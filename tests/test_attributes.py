@@ -92,6 +92,7 @@ PERMITTED: dict[str, str] = {
     "engine/cached_generation.py: found.past_key_values": "transformers' own: the cache in the result of generate",
     "kv/cache.py: own.cumulative_length": "transformers' own: the length of a layer with a window",
     "kv/cache.py: setattr(key_states, _VIEW)": "torch's own: what a tensor is marked with",
+    "kv/written_out.py: setattr(alibi, _SLOPES)": "torch's own: what a tensor is marked with",
     "weights/configs.py: config.architectures": "transformers' own: what from_pretrained reads",
     "weights/configs.py: config.dtype": "transformers' own: what from_pretrained reads",
     **dict.fromkeys(

@@ -29,7 +29,8 @@ int32_t dsc_kv_block(const struct dsc_kv_pool *pool, int32_t sequence, int64_t i
 dsc_status dsc_kv_reserve(struct dsc_kv_pool *pool, int32_t sequence, int64_t n);
 
 /*
- * Puts n full blocks, of other tables or idle, behind a sequence of full blocks alone. Entries at the front of an empty sequence may be DSC_KV_GONE.
+ * Puts n full blocks, of other tables or idle, behind a sequence of full blocks alone. Entries at the front of an empty
+ * sequence may be DSC_KV_GONE.
  */
 void dsc_kv_attach(struct dsc_kv_pool *pool, int32_t sequence, int64_t n, const int32_t *blocks);
 

@@ -242,7 +242,7 @@ def _attend(
 def _attend_written_out(
     view: View, query: torch.Tensor, mask: torch.Tensor | None, scale: float, slopes: torch.Tensor | None
 ) -> torch.Tensor:
-    view.layer.cache.awaited = None
+    view.layer.cache.note_found()
     return _over_blocks(view, query, mask, scale, slopes=slopes)
 
 

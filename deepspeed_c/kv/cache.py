@@ -83,7 +83,7 @@ def view_of(key: torch.Tensor, value: torch.Tensor | None = None) -> View | None
         key, _ = layer.write(key, value, *(() if key is waiting.cached[0] else waiting.cached))
     view = getattr(key, _VIEW, None)
     if view is not None:
-        view.layer.cache.awaited = None
+        view.layer.cache.note_found()
     return view
 
 
@@ -308,6 +308,10 @@ class CacheInBlocks(DynamicCache):
                 f"the keys of layer {self.awaited.index} were read by an attention that does not know blocks"
             )
         self.awaited = layer
+
+    def note_found(self) -> None:
+        """Attention has found the keys of the layer that was expected."""
+        self.awaited = None
 
 
 def _window_of(layer: Any) -> int | None:

@@ -18,10 +18,10 @@ from deepspeed_c.kv.cache import BlockLayer, CacheInBlocks, View
 from deepspeed_c.kv.group import Step, blocks_of, own_cache, tables_of
 from deepspeed_c.ops.kv import KvRows
 
-__all__ = ["Batch", "CachedSequence", "RaggedCache"]
+__all__ = ["CachedSequence", "NewTokens", "RaggedCache"]
 
 
-class Batch(Protocol):
+class NewTokens(Protocol):
     """The numbers of a forward's new tokens (``inference.v2.batch.RaggedBatchWrapper``)."""
 
     @property
@@ -71,7 +71,7 @@ class _RaggedGroup:
     def numbers(self, sequences: Sequence[CachedSequence]) -> list[int]:
         return [sequence.number(self.index) for sequence in sequences]
 
-    def grow(self, sequences: Sequence[CachedSequence], batch: Batch, n_new: torch.Tensor, number: int) -> None:
+    def grow(self, sequences: Sequence[CachedSequence], batch: NewTokens, n_new: torch.Tensor, number: int) -> None:
         """Makes room. Raises MemoryError where the pool has none."""
         numbers = self.numbers(sequences)
         copies = self.pool.grow(numbers, batch.lengths)
@@ -207,7 +207,7 @@ class RaggedCache(CacheInBlocks):
         for group in self.groups:
             group.slide(sequences)
 
-    def grow(self, sequences: Sequence[CachedSequence], batch: Batch) -> None:
+    def grow(self, sequences: Sequence[CachedSequence], batch: NewTokens) -> None:
         """Makes room for the new tokens of a batch, behind one another. Raises MemoryError where a pool has none."""
         n_new = torch.tensor(batch.lengths)
         for group in self.groups:

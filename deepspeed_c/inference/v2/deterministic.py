@@ -201,7 +201,7 @@ _OWN: dict[Any, Callable[..., torch.Tensor | None]] = {
 }
 
 
-class _Seen(TorchDispatchMode):
+class _Watched(TorchDispatchMode):
     """Notes the operators that may give a row other bits in other company."""
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ def _is_row_wise(operator: Any, args: tuple) -> bool:
 @contextmanager
 def require_row_wise(family: str) -> Iterator[None]:
     """Context of a forward of a model. Raises FeatureError that names the operators whose rows may depend on others."""
-    with _Seen() as seen:
+    with _Watched() as seen:
         yield
     if seen.others:
         raise FeatureError(
