@@ -41,7 +41,7 @@ __all__ = [
 
 _VIEW = "_deepspeed_c_view"
 _stands: ContextVar[Callable[[torch.Tensor, View], Any] | None] = ContextVar("stands", default=None)
-_waits: ContextVar[_Waiting | None] = ContextVar("waits", default=None)
+_waits: ContextVar[_Expansion | None] = ContextVar("waits", default=None)
 
 
 class View(NamedTuple):
@@ -52,7 +52,7 @@ class View(NamedTuple):
     """None: those of the layer's cache."""
 
 
-class _Waiting:
+class _Expansion:
     """The latents of a layer between ``update`` and attention."""
 
     layer: BlockLayer | None = None
@@ -63,7 +63,7 @@ class _Waiting:
 def expands() -> Iterator[None]:
     """Context of a model that caches latents, and makes keys and values of them before attention (DeepSeek,
     arXiv 2405.04434). Blocks hold these keys and values: each token is expanded once."""
-    token = _waits.set(_Waiting())
+    token = _waits.set(_Expansion())
     try:
         yield
     finally:
