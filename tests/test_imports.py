@@ -87,6 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
         "offload",
         "weights",
+        "zero",
     },
     "kv": {"ops", "_C"},
     "engine": {

@@ -11,9 +11,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_c.comm import init_distributed, is_initialized
-from deepspeed_c.comm.axes import PP, TP
+from deepspeed_c.comm.axes import PP, TOKENS, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.config.parallel import LocalTransport
 from deepspeed_c.errors import CommError, ConfigError, RecomputeError, StateError
 from deepspeed_c.pipe.layer_times import lent, measure_layers
 from deepspeed_c.pipe.partition import partition_layers
@@ -28,6 +29,8 @@ from deepspeed_c.pipe.topology import (
 from deepspeed_c.pipe.writable import copied, needs_gradient
 from deepspeed_c.recompute.configured import checkpoint
 from deepspeed_c.utils.runtime import call_to_str, set_random_seed
+from deepspeed_c.zero.weights.init import Init, open_context, shard_anew, store_whole, suspended
+from deepspeed_c.zero.weights.param import StandaloneShard, shape_of, state_of, whole_of
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
@@ -108,6 +111,9 @@ class PipelineModule(torch.nn.Module):
         example_input: inputs of a micro-batch as the first layer gets them, on all ranks; for "profile", which needs
             it.
 
+    Within ``zero.Init`` each layer is sharded over the ranks that hold it, and so are modules that ``zero.Init`` has
+    sharded over all ranks before.
+
     Every layer keeps its number as its name ("0.weight"), and layers with a key have names under "tied_modules.KEY". So
     a checkpoint fits any number of stages.
 
@@ -137,7 +143,9 @@ class PipelineModule(torch.nn.Module):
         super().__init__()
         if num_stages is None and topology is None:
             raise ConfigError("says neither num_stages nor topology", where="PipelineModule", fix="pass one of them")
-        self.specs = _tie_shared(list(layers))
+        layers = list(layers)
+        self._given = [layer if isinstance(layer, torch.nn.Module) else None for layer in layers]
+        self.specs = _tie_shared(layers)
         self.loss_fn = loss_fn
         self.schedule, traits = schedule, traits_of(schedule, "PipelineModule(schedule=...)")
         self.virtual_stages = traits.min_virtual if virtual_stages is None else virtual_stages
@@ -158,15 +166,96 @@ class PipelineModule(torch.nn.Module):
             partition_method,
             len(self.rank_of),
             [_kind_of(spec) for spec in self.specs],
-            _sizes_of(self.specs),
+            _sizes_of(self.specs, self._given, n_ranks),
             lambda: self._measure(example_input),
         )
         """The first layer of each stage, and the number of layers."""
         self.stages = [stage for stage, rank in enumerate(self.rank_of) if rank == self.stage_id]
         """This rank's stages, ascending."""
-        for index in self._own_layers():
-            self._build(index)
+        context = open_context()
+        self._take_given(context)
+        with self._sharding(context):
+            for index in self._own_layers():
+                self._build(index)
         self._mark_tied()
+        self._share_tied(context)
+
+    def ranks_of_layers(self, local: LocalTransport) -> Collectives:
+        """The ranks that hold the same layers, or the same parts of them: ``zero.Init`` shards over these. local: the
+        transport between ranks of one host. Collective.
+        """
+        return self._mesh_of_shards(local).tokens
+
+    def _mesh_of_shards(self, local: LocalTransport) -> Mesh:
+        # Not self.mesh: the engine chooses the transport of that one.
+        comm = Collectives()
+        comm.use_shared_memory(local)
+        return mesh_of_topology(self._topology, comm)
+
+    @contextmanager
+    def _sharding(self, context: Init | None) -> Iterator[None]:
+        """Within this context a ``zero.Init``, if there is one, shards over the ranks of this rank's layers.
+        Collective.
+
+        Raises ConfigError on all ranks if its caller has given it a group with ranks of other layers.
+        """
+        if context is None:
+            yield
+            return
+        ranks = self.ranks_of_layers(context.local)
+        others = _beyond(context.comm, ranks) if context.is_group_given else []
+        _refuse_foreign(others, self.mesh.comm)
+        with context.over(ranks):
+            yield
+
+    def _take_given(self, context: Init | None) -> None:
+        """Shards modules among the layers, which ``zero.Init`` has sharded over all ranks, over the ranks that hold
+        them. Collective, because all ranks have these modules.
+
+        Raises ConfigError on all ranks if they are sharded over some ranks of several stages, or if ranks had different
+        parts of a parameter.
+        """
+        holders: dict[int, tuple[torch.nn.Parameter, set[int]]] = {}
+        for index, module in enumerate(self._given):
+            if module is not None:
+                rank = self.rank_of[self.stage_owner(index)]
+                for param in module.parameters():
+                    if isinstance(state_of(param), StandaloneShard):
+                        holders.setdefault(id(param), (param, set()))[1].add(rank)
+        del self._given
+        if not holders:
+            return
+        if context is not None:
+            context.shard_edited(keep=True)
+        mesh = self._mesh_of_shards("auto" if context is None else context.local)
+        n_ranks = mesh.comm.world_size
+        lost = [
+            state_of(param).comm
+            for param, _ in holders.values()
+            if state_of(param).comm.world_size < n_ranks or getattr(param, "tensor_model_parallel", False)
+        ]
+        _refuse_foreign([rank for comm in lost for rank in _beyond(comm, mesh.tokens)], mesh.comm)
+        for param, of in holders.values():
+            if state_of(param).comm.world_size == n_ranks > mesh.tokens.world_size:
+                shard_anew(param, mesh.tokens, is_kept=self.stage_id in of)
+
+    def _share_tied(self, context: Init | None) -> None:
+        """Gives sharded weights of tied layers the values of the first stage with the key. Collective over the ranks of
+        these stages. (The engine does it for whole weights.)
+        """
+        tied = {key: ranks for key, ranks in self.tied_ranks().items() if len(ranks) > 1}
+        if context is None or not tied:
+            return
+        context.shard_edited(keep=True)
+        mesh = self._mesh_of_shards(context.local)
+        mesh.connect_some(sorted(set(tied.values())), PP, *TOKENS)
+        for key, ranks in tied.items():  # in one order on all ranks
+            module = self._tied_module(key)
+            for name, param in () if module is None else module.named_parameters():
+                if state_of(param) is not None:
+                    whole = whole_of(param)
+                    mesh.among(ranks, PP, *TOKENS).broadcast(whole, 0, label=f"{_TIED}.{key}.{name}")
+                    store_whole(param, whole)
 
     def _measure(self, example_input: Any) -> list[int]:
         if example_input is None:
@@ -176,7 +265,14 @@ class PipelineModule(torch.nn.Module):
                 fix="pass the inputs of one micro-batch, as the first layer gets them",
             )
         names = [f"layer {index} ({_kind_of(spec)})" for index, spec in enumerate(self.specs)]
-        self.layer_times_ns = measure_layers(names, self._trial, example_input, self.mesh)
+        if sharded := [name for name, module in zip(names, self._given) if module is not None and _is_sharded(module)]:
+            raise ConfigError(
+                f'"profile" runs each layer on one rank, and the weights of {sharded[0]} are sharded over several',
+                where="PipelineModule(partition_method=...)",
+                fix="pass a LayerSpec for each layer, or make the modules outside zero.Init",
+            )
+        with suspended():  # one rank builds a layer by itself
+            self.layer_times_ns = measure_layers(names, self._trial, example_input, self.mesh)
         return self.layer_times_ns
 
     @contextmanager
@@ -388,6 +484,28 @@ def _lay_out_ranks(num_stages: int | None, topology: ProcessTopology | None) -> 
     return mesh_of_topology(topology, comm), topology
 
 
+def _beyond(comm: Collectives, ranks: Collectives) -> list[int]:
+    """The ranks of ``comm`` that are not in ``ranks``."""
+    return sorted(set(comm.global_ranks) - set(ranks.global_ranks))
+
+
+def _refuse_foreign(others: Sequence[int], comm: Collectives) -> None:
+    """Raises ConfigError on all ranks of ``comm`` if ``others``, ranks that would get shards of this rank's layers and
+    do not hold these, has any on some rank. Collective."""
+    found = comm.gather_objects(list(others), label="ranks of other layers")
+    for rank, of_rank in enumerate(found):
+        if of_rank:
+            raise ConfigError(
+                f"rank {rank} would share its layers with the ranks {of_rank}, which hold others",
+                where="zero.Init(data_parallel_group=...)",
+                fix="leave out the group, and pass each layer as a LayerSpec: it is sharded over the ranks that hold it",
+            )
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    return any(state_of(param) is not None for param in module.parameters())
+
+
 def _tie_shared(layers: list[Any]) -> list[Any]:
     """The layers, in which a module that occurs several times is one tied layer. Its key is that of its first place.
 
@@ -436,12 +554,15 @@ def _numel_alike(param: torch.nn.Parameter) -> int:
     """Number of elements of a parameter. Of a cut one it is the average number of a tensor-parallel rank's part, so
     that ranks with parts of different sizes deal out layers alike."""
     cut = getattr(param, "tp_cut", None)
-    return param.numel() if cut is None else cut.logical_shape.numel() // cut.n_ranks
+    return shape_of(param).numel() if cut is None else cut.logical_shape.numel() // cut.n_ranks
 
 
-def _sizes_of(specs: Sequence[Any]) -> list[int]:
+def _sizes_of(specs: Sequence[Any], given: Sequence[torch.nn.Module | None], n_ranks: int) -> list[int]:
     """Number of trainable elements of each layer. Layers with one key count each, as in DeepSpeed. Nothing is
     allocated.
+
+    given: the layers that the caller has made. Raises ConfigError, on all ranks, for objects that are no layers, and
+    where another layer than these turns out to be sharded over the ranks of several stages.
     """
     sizes: list[int] = []
     for index, spec in enumerate(specs):
@@ -455,6 +576,12 @@ def _sizes_of(specs: Sequence[Any]) -> list[int]:
         if isinstance(spec, LayerSpec):
             with torch.device("meta"):
                 module = spec.build()
+        if n_ranks > 1 and isinstance(spec, LayerSpec) and given[index] is None and _is_sharded(module):
+            raise ConfigError(
+                f"{spec!r} returns a module that zero.Init has sharded over all ranks",
+                where=f"PipelineModule(layers=...)[{index}]",
+                fix="pass the module itself, or have the function make a new one",
+            )
         params = module.parameters() if isinstance(module, torch.nn.Module) else ()
         sizes.append(sum(_numel_alike(param) for param in params if param.requires_grad))
     return sizes

@@ -13,6 +13,8 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.offload.place import raise_together
+from deepspeed_c.zero.weights.gathered import GatheredParameters
+from deepspeed_c.zero.weights.param import shape_of
 
 __all__ = ["Joins", "save_folder"]
 
@@ -39,7 +41,7 @@ def save_folder(
     *,
     max_shard_size: int | str,
 ) -> None:
-    """Write the tensors ``names``. ``own``: the tensors of this rank by name. ``save_beside``: writes the other files
+    """Write the tensors ``names``. ``own``: the tensors of this rank by name, which may be sharded. ``save_beside``: writes the other files
     into a folder, on rank 0. ``parts``: None if each rank has whole tensors. Collective. Rank 0 writes, and holds one
     tensor of other ranks at a time.
 
@@ -47,7 +49,7 @@ def save_folder(
     """
     parse_size(max_shard_size)  # before the first collective
     me = mesh.index(PP)
-    mine = {name: (tuple(t.shape if parts is None else parts.shape(name, t)), t.dtype) for name, t in own.items()}
+    mine = {name: (tuple(shape_of(t) if parts is None else parts.shape(name, t)), t.dtype) for name, t in own.items()}
     found = mesh.comm.gather_objects((me, mine), label="tensors to save")
     owners: dict[str, int] = {}
     forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
@@ -66,13 +68,14 @@ def save_folder(
             problem = error
     device = next(iter(own.values())).device if own else torch.device("cpu")
     try:
-        if mesh.index(*DATA) == 0:
-            # Each name is sent even if rank 0 cannot write: the other ranks wait for it.
-            for name in names:
-                whole = None
-                if me == owners[name]:
+        is_first = mesh.index(*DATA) == 0
+        # Each name is sent even if rank 0 cannot write: the other ranks wait for it.
+        for name in names:
+            whole = None
+            with GatheredParameters([own[name]] if me == owners[name] else []):
+                if is_first and me == owners[name]:
                     whole = own[name].detach() if parts is None else parts.whole(name, own[name].detach())
-                if mesh.index(TP) == 0 and me in (0, owners[name]):
+                if is_first and mesh.index(TP) == 0 and me in (0, owners[name]):
                     whole = _bring(name, owners[name], whole, forms[name], mesh.pipeline, device)
                 if writer is not None and problem is None:
                     try:

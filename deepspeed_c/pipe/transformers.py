@@ -25,6 +25,8 @@ from deepspeed_c.pipe.layer_times import lent
 from deepspeed_c.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed_c.pipe.save import Joins, save_folder
 from deepspeed_c.weights.configs import save_configs
+from deepspeed_c.zero.weights.init import Init, open_context, suspended
+from deepspeed_c.zero.weights.param import shape_of
 
 __all__ = ["CausalLMPipeline", "from_transformers"]
 
@@ -82,9 +84,11 @@ def from_transformers(
     model: a folder of weights (each rank reads those of its stages, by ranges), a configuration (each layer is seeded,
     so weights do not depend on the number of stages), or a model of transformers, from which each rank copies its
     stages; a model on the meta device counts as its configuration. A model may have adapters of peft within its layers:
-    call ``get_peft_model`` first. dtype: dtype of the weights, except adapters; default: the configuration's. options:
-    as in ``PipelineModule``, such as ``schedule`` and ``partition_method``. For "profile" the default of
-    ``example_input`` is one row of token ids, as long as the model's longest sequence, and 512 at most.
+    call ``get_peft_model`` first. Within ``zero.Init`` a weight is sharded over the ranks of its stage as soon as it has
+    its values: a rank holds its part of its stages, and one weight or, of a configuration, one layer. dtype: dtype of
+    the weights, except adapters; default: the configuration's. options: as in ``PipelineModule``, such as ``schedule``
+    and ``partition_method``. For "profile" the default of ``example_input`` is one row of token ids, as long as the
+    model's longest sequence, and 512 at most.
 
     A micro-batch of the engine is (inputs, labels). Inputs: input_ids [batch, length], or a dictionary of input_ids,
     attention_mask and position_ids. Labels [batch, length] are shifted by the loss, and -100 is left out, as in
@@ -93,9 +97,11 @@ def from_transformers(
     Raises FeatureError for families and settings that cannot be cut, ModelError for objects that are no such model, and
     CheckpointError if there is no such folder or, on all ranks, if its weights do not fit or cannot be read.
     """
-    source, skeleton, generation_config = _skeleton_of(model, dtype)
-    pipeline = CausalLMPipeline(skeleton, num_stages, generation_config, **options)
-    pipeline.fill(source)
+    context = open_context()
+    with suspended():  # the values of a weight are made as without zero.Init, before it shards them
+        source, skeleton, generation_config = _skeleton_of(model, dtype)
+        pipeline = CausalLMPipeline(skeleton, num_stages, generation_config, **options)
+        pipeline.fill(source, context)
     return pipeline
 
 
@@ -124,18 +130,24 @@ class CausalLMPipeline(PipelineModule):
         self._keep_in_fp32_modules_strict = skeleton._keep_in_fp32_modules_strict
         self._names = names
 
-    def fill(self, source: str | torch.nn.Module | None) -> None:
-        """Give the weights of this rank their values, from a folder, a model, or (None) seeds. Collective."""
+    def fill(self, source: str | torch.nn.Module | None, context: Init | None) -> None:
+        """Give the weights of this rank their values, from a folder, a model, or (None) seeds. ``context`` shards them.
+        Collective.
+        """
         (skeleton,) = self._whole
         parts = self._parts()
         own = _pruned(skeleton, [path for part in parts.values() for path in part.paths])
-        if isinstance(source, torch.nn.Module):
-            fill_from_model(own, source)
-        elif source is not None:
-            fill_from_files(own, skeleton, source, self.mesh.comm)
-        else:
-            fill_from_seeds(own, {index: part.own_modules() for index, part in parts.items()}, self._seed)
+        # Each weight is sharded before the next one gets its values.
+        then = None if context is None else context.shard_param
+        with self._sharding(context):
+            if isinstance(source, torch.nn.Module):
+                fill_from_model(own, source, self.mesh.comm, then)
+            elif source is not None:
+                fill_from_files(own, skeleton, source, self.mesh.comm, then)
+            else:
+                fill_from_seeds(own, {index: part.own_modules() for index, part in parts.items()}, self._seed, then)
         self._mark_tied()
+        self._share_tied(context)
 
     def _lent(self, layer: torch.nn.Module) -> AbstractContextManager[None]:
         """As in ``PipelineModule``. The layer's tensors are on the meta device, so it gets random values."""
@@ -477,13 +489,14 @@ def _with_adapters(skeleton: Any, model: Any) -> Any:
     memo: dict[int, Any] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         before = plain.get(name.replace(".base_layer.", ".").replace(".original_module.", "."))
-        if before is not None and before.shape != param.shape:
+        shape = shape_of(param)
+        if before is not None and before.shape != shape:
             raise ModelError(
-                f"{name} has shape {tuple(param.shape)}, the configuration says {tuple(before.shape)}",
+                f"{name} has shape {tuple(shape)}, the configuration says {tuple(before.shape)}",
                 where=_WHERE,
                 fix="put adapters on a model with whole weights that are not quantized",
             )
-        blank = torch.empty(param.shape, dtype=param.dtype if before is None else before.dtype, device="meta")
+        blank = torch.empty(shape, dtype=param.dtype if before is None else before.dtype, device="meta")
         memo[id(param)] = torch.nn.Parameter(blank, param.requires_grad)
     memo.update((id(buffer), buffer.to("meta")) for buffer in model.buffers())
     return copy.deepcopy(model, memo)

@@ -7,9 +7,10 @@ The file has DeepSpeed's name because Hugging Face code replaces and looks up na
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection, Container, Iterator
 from typing import Any, get_args
 
 import torch
@@ -40,6 +41,7 @@ from deepspeed_c.zero.weights.param import (
     check_edit,
     is_data_held,
     make_sharded,
+    point_at,
     point_at_nothing,
     state_of,
 )
@@ -51,9 +53,13 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "materialize",
+    "open_context",
     "register_external_parameter",
     "restore_init_context",
+    "shard_anew",
     "shutdown_init_context",
+    "store_whole",
+    "suspended",
     "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",
 ]
@@ -130,7 +136,8 @@ class Init:
     Args:
         module: an existing module to shard in place at once. Parameters on the meta device are initialised first,
         module by module. data_parallel_group, zero_param_parallel_group: the ranks to shard over; default: the ranks of
-        ``mpu.get_data_parallel_group()``, or all ranks without an mpu. mem_efficient_linear: accepted and ignored;
+        ``mpu.get_data_parallel_group()``, or all ranks without an mpu. The layers of a ``PipelineModule`` are sharded
+        over the ranks that hold them. mem_efficient_linear: accepted and ignored;
         linear layers need no replacement, because autograd keeps no gathered weight. remote_device: "none", "cpu" or
         "nvme"; None: as the configuration's offload_param says. Shards lie in host memory for "cpu" and "nvme"; the
         engine moves them to files for "nvme".
@@ -202,8 +209,15 @@ class Init:
         sources = {"config_dict_or_path": config_dict_or_path, "config": config, "param_dict": param_dict}
         source = source_among({name: each or None for name, each in sources.items()}, "zero.Init")
         keys = {} if source is None else source.keys
-        self.comm = Collectives(group=group)
-        self.comm.use_shared_memory(_local_of(keys))
+        self.local = _local_of(keys)
+        """The transport between ranks of one host."""
+        self.is_group_given = group is not None
+        holders = None if group is not None else getattr(module, "ranks_of_layers", None)
+        if holders is None:
+            self.comm = Collectives(group=group)
+            self.comm.use_shared_memory(self.local)
+        else:
+            self.comm = holders(self.local)
         if self.comm.world_size == 1:
             logger.warning(
                 "zero.Init shards over one rank, which saves nothing; start several with the launcher,"
@@ -258,7 +272,7 @@ class Init:
                     "contexts were not left in the reverse order of their entry", where="zero.Init", fix="nest them"
                 )
             try:
-                self._shard_edited(keep=kind is None)
+                self.shard_edited(keep=kind is None)
             finally:
                 _open.pop()
                 if _open:
@@ -272,6 +286,23 @@ class Init:
     def is_open(self) -> bool:
         return self in _open
 
+    @contextlib.contextmanager
+    def over(self, ranks: Collectives) -> Iterator[None]:
+        """Within this context parameters are sharded over ``ranks``, which construct other modules than the rest.
+
+        A group that the caller of ``Init`` has given stays in use. It has to lie within ``ranks``.
+        """
+        kept = self.comm, self._edited
+        # All ranks share the parameters that were edited before, and these ranks alone construct modules now.
+        self._edited = []
+        if not self.is_group_given:
+            self.comm = ranks
+        try:
+            yield
+        finally:
+            self.comm = kept[0]
+            self._edited = [*kept[1], *self._edited]
+
     def open_for_edit(self, param: torch.nn.Parameter) -> None:
         """Makes a parameter of this context whole for an edit. When it is sharded again, rank 0's values count.
         Collective, which is allowed here because all ranks construct the same modules."""
@@ -284,15 +315,19 @@ class Init:
         an edit through it would be lost, so the parameter stays whole."""
         if not self._edited:
             return
-        held = self.comm.sum_numbers([float(is_data_held(param)) for param in self._edited], label="edited parameters")
         edited, self._edited = self._edited, []
-        for param, n_holders in zip(edited, held):
-            if n_holders:
-                self._edited.append(param)
-            else:
-                self._shard_again(param)
+        by_ranks: dict[Collectives, list[torch.nn.Parameter]] = {}
+        for param in edited:
+            by_ranks.setdefault(state_of(param).comm, []).append(param)
+        for ranks, params in by_ranks.items():
+            held = ranks.sum_numbers([float(is_data_held(param)) for param in params], label="edited parameters")
+            for param, n_holders in zip(params, held):
+                if n_holders:
+                    self._edited.append(param)
+                else:
+                    self._shard_again(param)
 
-    def _shard_edited(self, keep: bool) -> None:
+    def shard_edited(self, keep: bool) -> None:
         """Shards all edited parameters again. Without ``keep`` edits are dropped and nothing is sent, because an
         exception was raised, perhaps on one rank only."""
         while self._edited:
@@ -307,7 +342,7 @@ class Init:
         with torch.no_grad():
             whole = param.data.to(device=self.device, dtype=state.dtype).contiguous()
             check_edit(state, whole)
-            self.comm.broadcast(whole, 0, label=state.name)
+            state.comm.broadcast(whole, 0, label=state.name)
             param.data = whole
         state.store(param)
         state.give_back([param])
@@ -317,9 +352,10 @@ class Init:
         for key, param in module._parameters.items():
             is_part = getattr(param, "expert_cut", None) is not None  # other ranks hold other experts
             if param is not None and state_of(param) is None and not param.is_meta and not is_part:
-                self._shard_param(param, f"{name}.{key}" if name else f"{type(module).__name__}.{key}")
+                self.shard_param(param, f"{name}.{key}" if name else f"{type(module).__name__}.{key}")
 
-    def _shard_param(self, param: torch.nn.Parameter, name: str) -> None:
+    def shard_param(self, param: torch.nn.Parameter, name: str) -> None:
+        """Shards one parameter with the values of rank 0 of the ranks. Collective."""
         with torch.no_grad():
             data = param.data
             if data.device != self.device:
@@ -332,6 +368,41 @@ class Init:
         state = StandaloneShard(param, name, self.comm, home=self._home, builder=self)
         make_sharded(param, state)
         point_at_nothing(param)
+
+
+def open_context() -> Init | None:
+    """The innermost open ``Init``; None if none is open."""
+    return _open[-1] if _open else None
+
+
+def shard_anew(param: torch.nn.Parameter, ranks: Collectives, *, is_kept: bool) -> None:
+    """Shards ``param``, which an ``Init`` has sharded over other ranks, over ``ranks`` if ``is_kept``. Collective over
+    the other ranks.
+
+    Raises StateError if the parameter is whole at the moment.
+    """
+    state = state_of(param)
+    if state.is_available:
+        raise StateError(
+            "it is whole, and its shards would move to other ranks",
+            where=state.name,
+            fix="leave GatheredParameters before",
+        )
+    whole = state.whole()
+    if not is_kept:
+        return
+    home = None if state.piece.device == state.device else state.piece.device
+    point_at(param, whole)
+    make_sharded(param, StandaloneShard(param, state.name, ranks, home=home, builder=state.builder))
+    point_at_nothing(param)
+
+
+def store_whole(param: torch.nn.Parameter, whole: torch.Tensor) -> None:
+    """Gives a sharded parameter that is released the values ``whole``, which all ranks have."""
+    state = state_of(param)
+    point_at(param, whole)
+    state.store(param)
+    point_at_nothing(param)
 
 
 def _place_of(keys: dict[str, Any]) -> str | None:
@@ -404,7 +475,7 @@ def _shard_assigned(module: torch.nn.Module, key: str, param: torch.nn.Parameter
     if not _open or empty is None or not empty.is_meta or module.__dict__.get(_BUILDING):
         return
     if param is not None and not param.is_meta and state_of(param) is None:
-        _open[-1]._shard_param(param, f"{type(module).__name__}.{key}")
+        _open[-1].shard_param(param, f"{type(module).__name__}.{key}")
 
 
 _patched: dict[type, tuple[Callable, Callable]] = {}  # class -> (its own __init__, the replacement)
@@ -507,7 +578,7 @@ def shutdown_init_context() -> None:
     """Suspends the open contexts: modules that are constructed from now on are not sharded. ``restore_init_context``
     undoes it."""
     for context in _open:
-        context._shard_edited(keep=True)
+        context.shard_edited(keep=True)
     _suspended.append(list(_open))
     if _open:
         _open.clear()
@@ -521,6 +592,16 @@ def restore_init_context() -> None:
         _patch_modules()
         _open.extend(contexts)
         _patch_constructors(_open[-1])
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[None]:
+    """Within this context no ``zero.Init`` is open."""
+    shutdown_init_context()
+    try:
+        yield
+    finally:
+        restore_init_context()
 
 
 def materialize(

@@ -214,7 +214,7 @@ class StandaloneShard(ShardState):
             piece = self.own_part(_DATA.__get__(param).reshape(-1)).to(home or param.device, copy=True)
         self.piece = piece
         self._depth = 0
-        self._builder = builder
+        self.builder = builder
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -248,9 +248,9 @@ class StandaloneShard(ShardState):
             self.piece.copy_(self.own_part(_DATA.__get__(param).reshape(-1)))
 
     def open_for_edit(self, param: torch.nn.Parameter) -> bool:
-        if self._builder is None or not self._builder.is_open:
+        if self.builder is None or not self.builder.is_open:
             return False
-        self._builder.open_for_edit(param)
+        self.builder.open_for_edit(param)
         return True
 
     def change_dtype(self, dtype: torch.dtype) -> None:
