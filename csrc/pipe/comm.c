@@ -34,14 +34,16 @@ static dsc_status order(const struct dsc_pipe_table *table, struct turn *turns)
     struct dsc_pipe_span *spans = calloc(n_actions + 1, sizeof *spans);
     struct dsc_pipe_usage *usage = calloc((size_t)table->n_ranks, sizeof *usage);
     int64_t makespan;
+    struct dsc_pipe_table whole = *table;
     dsc_status status = DSC_OK;
 
+    whole.n_units = 0; /* gathers come later */
     if (costs == NULL || spans == NULL || usage == NULL)
         status = dsc_fail(DSC_ENOMEM, "no memory for %lld actions", (long long)n_actions);
     for (int32_t stage = 0; status == DSC_OK && stage < table->n_stages; stage++)
         costs[stage] = (struct dsc_pipe_cost){.forward_ns = 1, .input_ns = 1, .weight_ns = 1};
     if (status == DSC_OK)
-        status = dsc_pipe_simulate(table, costs, 0, spans, usage, &makespan);
+        status = dsc_pipe_simulate(&whole, costs, 0, spans, usage, &makespan);
     for (int32_t rank = 0; status == DSC_OK && rank < table->n_ranks; rank++)
         for (int64_t i = table->begins[rank]; i < table->begins[rank + 1]; i++)
             turns[i] = (struct turn){spans[i].end_ns, i, rank};
@@ -73,8 +75,9 @@ dsc_status dsc_pipe_add_comm(const struct dsc_pipe_table *table, int64_t capacit
             int32_t next = pipe_next_stage(table, &table->actions[i]);
 
             if (!pipe_computes(table->actions[i].kind)) {
-                status = dsc_fail(DSC_EINVAL, "the table has sends or receives: action %lld of rank %d",
-                                  (long long)(i - table->begins[rank]), (int)rank);
+                status =
+                    dsc_fail(DSC_EINVAL, "the table has sends, receives, gathers or releases: action %lld of rank %d",
+                             (long long)(i - table->begins[rank]), (int)rank);
                 break;
             }
             ends[rank + 1]++;

@@ -38,12 +38,38 @@ void dsc_pipe_clear_table(struct pipe_own_table *own);
 /* DSC_EINVAL names the first entry that is not an action on a stage of its rank. */
 dsc_status dsc_pipe_check_table(const struct dsc_pipe_table *table);
 
+/* DSC_EINVAL names the first action of a rank that breaks a rule for gathers and releases. table has been checked. */
+dsc_status dsc_pipe_check_gathers(const struct dsc_pipe_table *table);
+
+/* The index in table->units of a stage's first unit. For stage n_stages it is n_units. */
+static inline int32_t pipe_first_unit(const struct dsc_pipe_table *table, int32_t stage)
+{
+    int32_t low = 0;
+    int32_t high = table->n_units;
+
+    while (low < high) {
+        int32_t middle = low + (high - low) / 2;
+
+        if (table->units[middle].stage < stage)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
 /*
  * Whether an action of this kind computes a result, and whether it moves one: an output (F) or a gradient of an input.
  */
 static inline bool pipe_computes(int32_t kind)
 {
     return kind <= DSC_PIPE_WEIGHT;
+}
+
+/* Whether an action of this kind acts on a unit of weights. */
+static inline bool pipe_has_unit(int32_t kind)
+{
+    return kind == DSC_PIPE_GATHER || kind == DSC_PIPE_RELEASE;
 }
 
 static inline bool pipe_sends(int32_t kind)

@@ -186,6 +186,49 @@ void dsc_pipe_clear_table(struct pipe_own_table *own)
     *own = (struct pipe_own_table){0};
 }
 
+static dsc_status check_units(const struct dsc_pipe_table *table)
+{
+    if (table->n_units < 0 || table->n_units > DSC_PIPE_MAX_UNITS || (table->n_units > 0 && table->units == NULL))
+        return dsc_fail(DSC_EINVAL, "%d units, must be 0 to %d, or units is NULL", (int)table->n_units,
+                        DSC_PIPE_MAX_UNITS);
+    if (table->limit_elements < -1)
+        return dsc_fail(DSC_EINVAL, "limit_elements is %lld, must be at least 0, or -1 for no limit",
+                        (long long)table->limit_elements);
+    for (int32_t i = 0; i < table->n_units; i++) {
+        const struct dsc_pipe_unit *unit = &table->units[i];
+
+        if (unit->stage < 0 || unit->stage >= table->n_stages || (i > 0 && unit->stage < table->units[i - 1].stage))
+            return dsc_fail(DSC_EINVAL, "unit %d is of stage %d of %d, after a unit of stage %d", (int)i,
+                            (int)unit->stage, (int)table->n_stages, i > 0 ? (int)table->units[i - 1].stage : -1);
+        if (unit->numel < 0 || unit->numel > DSC_PIPE_MAX_UNIT_ELEMENTS || unit->gather_ns < 0)
+            return dsc_fail(DSC_EINVAL, "unit %d of stage %d has %lld elements and takes %lld ns",
+                            (int)(i - pipe_first_unit(table, unit->stage)), (int)unit->stage, (long long)unit->numel,
+                            (long long)unit->gather_ns);
+    }
+    return DSC_OK;
+}
+
+/* Checks the stage of an action, and its micro-batch or unit. */
+static dsc_status check_action(const struct dsc_pipe_table *table, const struct dsc_pipe_action *action, int32_t rank,
+                               int64_t index)
+{
+    int32_t end = table->n_micro_batches;
+
+    if (action->kind < 0 || action->kind >= DSC_PIPE_N_KINDS || action->stage < 0 || action->stage >= table->n_stages)
+        return dsc_fail(DSC_EINVAL, "action %lld of rank %d has kind %d, stage %d of %d", (long long)index, (int)rank,
+                        (int)action->kind, (int)action->stage, (int)table->n_stages);
+    if (pipe_has_unit(action->kind))
+        end = pipe_first_unit(table, action->stage + 1) - pipe_first_unit(table, action->stage);
+    if (action->micro_batch < 0 || action->micro_batch >= end)
+        return dsc_fail(DSC_EINVAL, "action %lld of rank %d has kind %d, stage %d of %d, %s %d of %d", (long long)index,
+                        (int)rank, (int)action->kind, (int)action->stage, (int)table->n_stages,
+                        pipe_has_unit(action->kind) ? "unit" : "micro-batch", (int)action->micro_batch, (int)end);
+    if (table->rank_of[action->stage] != rank)
+        return dsc_fail(DSC_EINVAL, "action %lld of rank %d is on stage %d, which lies on rank %d", (long long)index,
+                        (int)rank, (int)action->stage, (int)table->rank_of[action->stage]);
+    return DSC_OK;
+}
+
 dsc_status dsc_pipe_check_table(const struct dsc_pipe_table *table)
 {
     if (table == NULL || table->begins == NULL || table->rank_of == NULL)
@@ -200,6 +243,7 @@ dsc_status dsc_pipe_check_table(const struct dsc_pipe_table *table)
         if (table->rank_of[stage] < 0 || table->rank_of[stage] >= table->n_ranks)
             return dsc_fail(DSC_EINVAL, "stage %d lies on rank %d of %d", (int)stage, (int)table->rank_of[stage],
                             (int)table->n_ranks);
+    DSC_TRY(check_units(table));
     if (table->begins[0] != 0)
         return dsc_fail(DSC_EINVAL, "begins[0] is %lld, must be 0", (long long)table->begins[0]);
     for (int32_t rank = 0; rank < table->n_ranks; rank++)
@@ -210,19 +254,7 @@ dsc_status dsc_pipe_check_table(const struct dsc_pipe_table *table)
     if (table->begins[table->n_ranks] > 0 && table->actions == NULL)
         return dsc_fail(DSC_EINVAL, "the table's actions are NULL");
     for (int32_t rank = 0; rank < table->n_ranks; rank++)
-        for (int64_t i = table->begins[rank]; i < table->begins[rank + 1]; i++) {
-            const struct dsc_pipe_action *action = &table->actions[i];
-
-            if (action->kind < 0 || action->kind >= DSC_PIPE_N_KINDS || action->stage < 0 ||
-                action->stage >= table->n_stages || action->micro_batch < 0 ||
-                action->micro_batch >= table->n_micro_batches)
-                return dsc_fail(DSC_EINVAL, "action %lld of rank %d has kind %d, stage %d of %d, micro-batch %d of %d",
-                                (long long)(i - table->begins[rank]), (int)rank, (int)action->kind, (int)action->stage,
-                                (int)table->n_stages, (int)action->micro_batch, (int)table->n_micro_batches);
-            if (table->rank_of[action->stage] != rank)
-                return dsc_fail(DSC_EINVAL, "action %lld of rank %d is on stage %d, which lies on rank %d",
-                                (long long)(i - table->begins[rank]), (int)rank, (int)action->stage,
-                                (int)table->rank_of[action->stage]);
-        }
+        for (int64_t i = table->begins[rank]; i < table->begins[rank + 1]; i++)
+            DSC_TRY(check_action(table, &table->actions[i], rank, i - table->begins[rank]));
     return DSC_OK;
 }

@@ -18,7 +18,10 @@ struct run {
     int64_t *next;               /* n_ranks: index of the next action */
     int64_t *now;                /* n_ranks */
     int64_t *held;               /* n_ranks: bytes */
-    int32_t *live;               /* n_ranks */
+    int32_t *live;               /* n_ranks: forwards */
+    int64_t *gathered;           /* n_ranks: the end of the last gather */
+    int64_t *whole;              /* n_stages: the end of the last gather of one of its units */
+    int64_t *elements;           /* n_ranks: of live units */
     int32_t *ready;              /* n_ranks: a stack of ranks that may go on */
     int32_t n_ready;
 };
@@ -41,11 +44,15 @@ static dsc_status open_run(struct run *run)
     run->now = calloc(n_ranks, sizeof *run->now);
     run->held = calloc(n_ranks, sizeof *run->held);
     run->live = calloc(n_ranks, sizeof *run->live);
+    run->gathered = calloc(n_ranks, sizeof *run->gathered);
+    run->whole = calloc((size_t)run->table->n_stages, sizeof *run->whole);
+    run->elements = calloc(n_ranks, sizeof *run->elements);
     run->ready = malloc(n_ranks * sizeof *run->ready);
     for (int i = 0; i < N_RESULTS; i++)
         if (run->ends[i] == NULL || run->waiters[i] == NULL)
             return dsc_fail(DSC_ENOMEM, "no memory for %lld results", (long long)n);
-    if (run->next == NULL || run->now == NULL || run->held == NULL || run->live == NULL || run->ready == NULL)
+    if (run->next == NULL || run->now == NULL || run->held == NULL || run->live == NULL || run->gathered == NULL ||
+        run->whole == NULL || run->elements == NULL || run->ready == NULL)
         return dsc_fail(DSC_ENOMEM, "no memory for %d ranks", (int)n_ranks);
     for (int i = 0; i < N_RESULTS; i++)
         for (size_t j = 0; j < n; j++) {
@@ -69,6 +76,9 @@ static void close_run(struct run *run)
     free(run->now);
     free(run->held);
     free(run->live);
+    free(run->gathered);
+    free(run->whole);
+    free(run->elements);
     free(run->ready);
 }
 
@@ -114,7 +124,6 @@ static void finish(struct run *run, int32_t rank, const struct dsc_pipe_action *
                    struct dsc_pipe_usage *usage)
 {
     const struct dsc_pipe_cost *cost = &run->costs[action->stage];
-    int64_t i = place(run, action->stage, action->micro_batch);
     int result = action->kind == DSC_PIPE_FORWARD ? OUTPUT : GRADIENT;
 
     switch (action->kind) {
@@ -142,6 +151,9 @@ static void finish(struct run *run, int32_t rank, const struct dsc_pipe_action *
         usage->peak_live = run->live[rank];
     if (action->kind == DSC_PIPE_WEIGHT)
         return;
+
+    int64_t i = place(run, action->stage, action->micro_batch);
+
     run->ends[result][i] = end_ns;
     if (run->waiters[result][i] != NOT_YET)
         run->ready[run->n_ready++] = run->waiters[result][i];
@@ -164,6 +176,35 @@ static int64_t duration(const struct dsc_pipe_cost *cost, int32_t kind)
     }
 }
 
+/*
+ * Gathers or releases a unit. A gather runs beside the rank, after its earlier gathers. A release waits for nothing,
+ * since a computation has used the unit: dsc_pipe_check_gathers refuses any other.
+ */
+static struct dsc_pipe_span act_on_unit(struct run *run, int32_t rank, const struct dsc_pipe_action *action,
+                                        struct dsc_pipe_usage *usage)
+{
+    const struct dsc_pipe_table *table = run->table;
+    const struct dsc_pipe_unit *unit = &table->units[pipe_first_unit(table, action->stage) + action->micro_batch];
+    int64_t now = run->now[rank];
+
+    if (action->kind == DSC_PIPE_RELEASE) {
+        run->elements[rank] -= unit->numel;
+        return (struct dsc_pipe_span){now, now};
+    }
+
+    int64_t begin_ns = now > run->gathered[rank] ? now : run->gathered[rank];
+
+    run->gathered[rank] = begin_ns + unit->gather_ns;
+    run->whole[action->stage] = run->gathered[rank];
+    run->elements[rank] += unit->numel;
+    if (run->elements[rank] > usage->peak_live_elements)
+        usage->peak_live_elements = run->elements[rank];
+    usage->n_gathers++;
+    usage->gathered_elements += unit->numel;
+    usage->link_ns += unit->gather_ns;
+    return (struct dsc_pipe_span){begin_ns, run->gathered[rank]};
+}
+
 static dsc_status run_all(struct run *run, struct dsc_pipe_span *out_spans, struct dsc_pipe_usage *out_usage)
 {
     const struct dsc_pipe_table *table = run->table;
@@ -176,6 +217,15 @@ static dsc_status run_all(struct run *run, struct dsc_pipe_span *out_spans, stru
             const struct dsc_pipe_action *action = &table->actions[run->next[rank]];
             int64_t begin_ns = run->now[rank];
 
+            if (pipe_has_unit(action->kind)) {
+                struct dsc_pipe_span span = act_on_unit(run, rank, action, &out_usage[rank]);
+
+                if (out_spans != NULL)
+                    out_spans[run->next[rank]] = span;
+                continue;
+            }
+            if (pipe_computes(action->kind) && run->whole[action->stage] > begin_ns)
+                begin_ns = run->whole[action->stage];
             if (!may_begin(run, rank, action, &begin_ns))
                 break;
 
@@ -230,6 +280,11 @@ static dsc_status check_costs(const struct dsc_pipe_table *table, const struct d
                                 (long long)most);
         }
     }
+    for (int32_t i = 0; i < table->n_units; i++)
+        if (table->units[i].numel > most || table->units[i].gather_ns > most)
+            return dsc_fail(DSC_EOVERFLOW, "unit %d of stage %d has %lld elements and takes %lld ns, the most is %lld",
+                            (int)(i - pipe_first_unit(table, table->units[i].stage)), (int)table->units[i].stage,
+                            (long long)table->units[i].numel, (long long)table->units[i].gather_ns, (long long)most);
     return DSC_OK;
 }
 
@@ -241,6 +296,7 @@ dsc_status dsc_pipe_simulate(const struct dsc_pipe_table *table, const struct ds
         return dsc_fail(DSC_EINVAL, "out_usage or out_makespan_ns is NULL");
     DSC_TRY(dsc_pipe_check_table(table));
     DSC_TRY(check_costs(table, costs, transfer_ns));
+    DSC_TRY(dsc_pipe_check_gathers(table));
 
     struct run run = {.table = table, .costs = costs, .transfer_ns = transfer_ns};
     size_t n_ranks = (size_t)table->n_ranks;

@@ -47,7 +47,7 @@ static dsc_status check_complete(const struct proof *proof, int32_t stage, int32
         wanted |= 1u << DSC_PIPE_RECV_F | (table->has_backward ? 1u << DSC_PIPE_SEND_B : 0u);
     if (crosses(table, stage, stage + 1))
         wanted |= 1u << DSC_PIPE_SEND_F | (table->has_backward ? 1u << DSC_PIPE_RECV_B : 0u);
-    for (int32_t kind = 0; kind < DSC_PIPE_N_KINDS; kind++) {
+    for (int32_t kind = 0; !pipe_has_unit(kind); kind++) {
         char text[40] = "";
 
         if ((done ^ wanted) >> kind & 1) {
@@ -69,6 +69,8 @@ static dsc_status check_counts(struct proof *proof)
             const struct dsc_pipe_action *action = &table->actions[i];
             char text[40] = "";
 
+            if (pipe_has_unit(action->kind))
+                continue;
             if (has(proof, action->stage, action->micro_batch, action->kind)) {
                 dsc_pipe_format(action, sizeof text, text);
                 return dsc_fail(DSC_EINVAL, "rank %d has %s twice", (int)rank, text);
@@ -160,6 +162,11 @@ static dsc_status step(struct proof *proof, int32_t rank, bool *out_went_on)
     const struct dsc_pipe_action *action = &table->actions[proof->next[rank]];
     char text[40] = "";
 
+    if (pipe_has_unit(action->kind)) { /* waits for no other stage: its data-parallel peers are at the same place */
+        proof->next[rank]++;
+        *out_went_on = true;
+        return DSC_OK;
+    }
     *out_went_on = false;
     if (!is_in_order(proof, action)) {
         dsc_pipe_format(action, sizeof text, text);
@@ -255,6 +262,8 @@ dsc_status dsc_pipe_verify(const struct dsc_pipe_table *table)
         status = check_counts(&proof);
     if (status == DSC_OK)
         status = run_all(&proof);
+    if (status == DSC_OK)
+        status = dsc_pipe_check_gathers(table);
     free(proof.done);
     free(proof.next);
     free(proof.ready);

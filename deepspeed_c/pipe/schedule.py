@@ -1,4 +1,4 @@
-"""Schedules by name: their tables, the choice of a schedule, and a simulated run."""
+"""Schedules by name: their tables, gathers of weights in them, the choice of a schedule, and a simulated run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,19 @@ from typing import NamedTuple
 from deepspeed_c import _C
 from deepspeed_c.errors import ConfigError
 
-__all__ = ["SCHEDULES", "Cost", "Outcome", "Traits", "choose", "fitting", "make_table", "simulate", "traits_of"]
+__all__ = [
+    "SCHEDULES",
+    "Cost",
+    "Outcome",
+    "StageUnit",
+    "Traits",
+    "choose",
+    "fitting",
+    "make_table",
+    "simulate",
+    "traits_of",
+    "with_gathers",
+]
 
 
 class Traits(NamedTuple):
@@ -41,6 +53,14 @@ class Cost(NamedTuple):
     """Bytes held from the end of the part for inputs to the end of the part for weights."""
 
 
+class StageUnit(NamedTuple):
+    """Weights of a stage that are gathered together, if ranks keep only shards of them."""
+
+    stage: int
+    numel: int
+    gather_ns: int = 0
+
+
 class Outcome(NamedTuple):
     """The result of a simulated run."""
 
@@ -51,6 +71,13 @@ class Outcome(NamedTuple):
     peak_bytes: list[int]
     peak_live: list[int]
     """For each rank, the largest number of forwards whose backward had not ended."""
+    peak_live_elements: list[int]
+    """For each rank, the most elements of gathered units that were live together."""
+    n_gathers: list[int]
+    gathered_elements: list[int]
+    """For each rank, the sum of all gathers."""
+    link_ns: list[int]
+    """For each rank, the time of its gathers."""
 
     @property
     def bubble(self) -> float:
@@ -81,11 +108,29 @@ def make_table(name: str, n_ranks: int, n_virtual: int, n_micro_batches: int, wh
     return table
 
 
+def with_gathers(
+    table: _C.PipeTable, units: Sequence[StageUnit], limit_elements: int | None, *, ahead: int = 1, where: str
+) -> _C.PipeTable:
+    """The proved table with gathers and releases of ``units``, which are in the order of stages and their forwards.
+
+    limit_elements: the most elements of live units on a rank; None: no limit. A gather precedes its use by at most
+    ``ahead`` computations. ``dsc_pipe_add_gathers`` in ``dsc/pipe.h`` explains where gathers stand.
+
+    Raises ConfigError, with the stage and both numbers, if a computation needs more than the limit.
+    """
+    try:
+        limit = -1 if limit_elements is None else limit_elements
+        table = table.with_gathers([tuple(unit) for unit in units], limit, ahead)
+    except ValueError as error:
+        raise ConfigError(str(error), where=where, fix="raise the limit, or cut the model into more stages") from error
+    table.verify()
+    return table
+
+
 def simulate(table: _C.PipeTable, costs: Sequence[Cost], transfer_ns: int = 0) -> Outcome:
     """Simulate a table. ``costs`` are by stage, and a message takes ``transfer_ns``."""
     makespan_ns, spans, usage = table.simulate([tuple(cost) for cost in costs], transfer_ns)
-    busy_ns, peak_bytes, peak_live = zip(*usage, strict=True)
-    return Outcome(makespan_ns, spans, list(busy_ns), list(peak_bytes), list(peak_live))
+    return Outcome(makespan_ns, spans, *(list(numbers) for numbers in zip(*usage, strict=True)))
 
 
 def choose(

@@ -1,5 +1,5 @@
-"""The command ``deepspeed_c pipe show``: prints a schedule as text or as a picture, its idle time, and the number of
-micro-batches held.
+"""The command ``deepspeed_c pipe show``: prints a schedule as text or as a picture, its idle time, the number of
+micro-batches held, and the weights that are live.
 """
 
 from __future__ import annotations
@@ -7,12 +7,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from deepspeed_c import _C
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.pipe.schedule import SCHEDULES, Cost, Outcome, make_table, simulate, traits_of
+from deepspeed_c.pipe.schedule import SCHEDULES, Cost, Outcome, StageUnit, make_table, simulate, traits_of, with_gathers
 
 __all__ = ["as_svg", "as_text", "main"]
 
@@ -22,10 +23,13 @@ What each rank of a pipeline does when, by a schedule: idle time, what ranks hol
   deepspeed_c pipe show --schedule zb_h1 --stages 4 --micro-batches 8
   deepspeed_c pipe show --schedule interleaved --stages 4 --virtual 2 --micro-batches 8 --svg interleaved.svg
   deepspeed_c pipe show --schedule 1f1b --stages 2 --micro-batches 4 --actions      every action, with messages
+  deepspeed_c pipe show --schedule interleaved --stages 2 --virtual 2 --micro-batches 4 --unit-elements 5,3 --max-live 8
 """
 
 _COLUMNS = 160  # characters of a timeline as text
 _LANE_PX, _LABEL_PX, _WIDTH_PX = 26, 64, 1080
+_GATHER_PX, _LIVE_PX = 10, 20  # below a lane: a strip of gathers, and the curve of live weights
+_GATHER_COLOUR, _LIVE_COLOUR = "#9e9ac8", "#dadaeb"
 # Colours of a stage's forward, its backward, and the two halves of a backward. A rank's second stage is darker.
 _COLOURS = {
     _C.PIPE_FORWARD: ("#9ecae1", "#4292c6"),
@@ -51,15 +55,24 @@ def main(argv: Sequence[str]) -> int:
     traits = traits_of(options.schedule, "--schedule")
     n_virtual = traits.min_virtual if options.virtual is None else options.virtual
     table = make_table(options.schedule, options.stages, n_virtual, options.micro_batches, "deepspeed_c pipe show")
-    for name in ("forward", "input", "weight", "transfer"):
+    for name in ("forward", "input", "weight", "transfer", "gather", "ahead"):
         if getattr(options, name) < 0:
-            raise ConfigError(f"{getattr(options, name)} is negative", where=f"--{name}", fix="write milliseconds >= 0")
+            raise ConfigError(f"{getattr(options, name)} is negative", where=f"--{name}", fix="write a number >= 0")
     costs = [Cost(*(round(ms * 1e6) for ms in (options.forward, options.input, options.weight)))] * len(table.rank_of)
-    outcome = simulate(table, costs, round(options.transfer * 1e6))
+    transfer_ns = round(options.transfer * 1e6)
+    outcome = simulate(table, costs, transfer_ns)
+    bare_ns = outcome.makespan_ns
+    if options.unit_elements is not None:
+        table = with_gathers(table, _units(options, table), options.max_live, ahead=options.ahead, where="--max-live")
+        outcome = simulate(table, costs, transfer_ns)
+    elif options.max_live is not None:
+        raise ConfigError("there are no units", where="--max-live", fix="write --unit-elements as well")
     if options.json:
         print(json.dumps(_as_json(options.schedule, table, outcome)))
     else:
         print(as_text(options.schedule, table, outcome))
+        if table.units:
+            print(f"without gathers: {bare_ns / 1e6:.3f} ms")
     if options.actions:
         for rank in range(table.n_ranks):
             print(f"rank {rank}: {' '.join(_C.pipe_format(action) for action in table.actions(rank))}")
@@ -71,6 +84,56 @@ def main(argv: Sequence[str]) -> int:
                 f"cannot be written: {error}", where=f"--svg {options.svg}", fix="name another file"
             ) from error
     return 0
+
+
+def _units(options: argparse.Namespace, table: _C.PipeTable) -> list[StageUnit]:
+    """The units of ``--unit-elements`` for each stage. Each takes its part of ``--gather``."""
+    try:
+        sizes = [int(word) for word in options.unit_elements.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(
+            f"{options.unit_elements!r} is no list of sizes",
+            where="--unit-elements",
+            fix="write positive integers with commas, as 5,3",
+        )
+    times = [round(options.gather * 1e6 * size / sum(sizes)) for size in sizes]
+    return [
+        StageUnit(stage, size, ns) for stage in range(len(table.rank_of)) for size, ns in zip(sizes, times, strict=True)
+    ]
+
+
+def _numels(table: _C.PipeTable) -> dict[tuple[int, int], int]:
+    """{(stage, number of the unit within it): its elements}."""
+    sizes: dict[int, list[int]] = {}
+    for stage, numel, _ in table.units:
+        sizes.setdefault(stage, []).append(numel)
+    return {(stage, i): numel for stage, numels in sizes.items() for i, numel in enumerate(numels)}
+
+
+def _gathers(table: _C.PipeTable, outcome: Outcome, rank: int) -> list[tuple[int, int, int, int]]:
+    """(stage, unit, begin ns, end ns) of a rank's gathers."""
+    spans = zip(table.actions(rank), outcome.spans[rank], strict=True)
+    return [(stage, unit, *span) for (kind, stage, unit), span in spans if kind == _C.PIPE_GATHER]
+
+
+def _live(table: _C.PipeTable, outcome: Outcome, rank: int) -> list[tuple[int, int]]:
+    """(ns, elements of live units from then on) of a rank, in the order of time. A unit counts from the begin of its
+    gather to its release.
+    """
+    numels, sign = _numels(table), {_C.PIPE_GATHER: 1, _C.PIPE_RELEASE: -1}
+    changes: dict[int, int] = {0: 0}
+    for (kind, stage, unit), (begin, _) in zip(table.actions(rank), outcome.spans[rank], strict=True):
+        if kind in sign:
+            changes[begin] = changes.get(begin, 0) + sign[kind] * numels[stage, unit]
+    times = sorted(changes)
+    return list(zip(times, accumulate(changes[ns] for ns in times), strict=True))
+
+
+def _owned(table: _C.PipeTable, rank: int) -> int:
+    """Elements of all units of the rank's stages."""
+    return sum(numel for stage, numel, _ in table.units if table.rank_of[stage] == rank)
 
 
 def _computed(table: _C.PipeTable, outcome: Outcome, rank: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -89,10 +152,48 @@ def _summary(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
     )
 
 
+def _weights_summary(table: _C.PipeTable, outcome: Outcome) -> str:
+    owned = sum(_owned(table, rank) for rank in range(table.n_ranks))
+    limit = "no limit" if table.limit_elements < 0 else f"a limit of {table.limit_elements}"
+    return (
+        f"weights: {sum(outcome.n_gathers)} gathers of {sum(outcome.gathered_elements)} elements,"
+        f" {sum(outcome.gathered_elements) / max(owned, 1):.2f} for each element; at most"
+        f" {max(outcome.peak_live_elements)} live on a rank with {limit}"
+    )
+
+
+def _weights_rows(table: _C.PipeTable, outcome: Outcome, rank: int, n_cells: int, width: int) -> list[str]:
+    """A row with G where the rank gathers, and a row of live weights in tenths of the rank's units (#: all). A cell
+    shows the most that is live within it.
+    """
+    unit = outcome.makespan_ns / n_cells if outcome.makespan_ns else 1
+    gathers = ["."] * n_cells
+    for _, _, begin, end in _gathers(table, outcome, rank):
+        first = min(int(begin / unit), n_cells - 1)
+        for i in range(first, max(first + 1, min(round(end / unit), n_cells))):
+            gathers[i] = "G"
+    live, steps = [0] * n_cells, _live(table, outcome, rank)
+    for (begin, elements), (end, _) in zip(steps, [*steps[1:], (outcome.makespan_ns, 0)], strict=True):
+        for i in range(min(int(begin / unit), n_cells - 1), min(-int(-end // unit), n_cells)):
+            live[i] = max(live[i], elements)
+    owned = max(_owned(table, rank), 1)
+    levels = ["." if n == 0 else "#" if n >= owned else str(min(n * 10 // owned, 9)) for n in live]
+    rows = ("".join(cell.ljust(width, cell) for cell in cells) for cells in (gathers, levels))
+    gathered = f"{outcome.n_gathers[rank]:>3} gathers of {outcome.gathered_elements[rank]} elements"
+    peak = f"at most {outcome.peak_live_elements[rank]} of {_owned(table, rank)} elements"
+    return [
+        f"{name} {row}  {said}"
+        for name, row, said in zip(("  gather", "  live  "), rows, (gathered, peak), strict=True)
+    ]
+
+
 def as_text(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
     """The summary, and a line for each rank. Letters stand for computations (f: the forward of the rank's second
-    stage), dots for waiting. If there is room, letters are followed by the numbers of their micro-batches."""
+    stage), dots for waiting. If there is room, letters are followed by the numbers of their micro-batches. A table with
+    units has two more lines for each rank: its gathers, and its live weights."""
     lines = [_summary(name, table, outcome)]
+    if table.units:
+        lines.append(_weights_summary(table, outcome))
     shortest = min(
         (e - b for r in range(table.n_ranks) for *_, b, e in _computed(table, outcome, r) if e > b), default=1
     )
@@ -111,13 +212,18 @@ def as_text(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
                 row[i] = (text if i == first else letter).ljust(width, "-" if has_numbers else letter)
         peak = f"{outcome.peak_live[rank]:>3} held, busy {outcome.busy_ns[rank] / max(outcome.makespan_ns, 1):5.1%}"
         lines.append(f"rank {rank:>3} {''.join(row)}  {peak}")
+        if table.units:
+            lines += _weights_rows(table, outcome, rank, len(row), width)
     return "\n".join(lines)
 
 
 def as_svg(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
-    """The timeline as a picture, with a lane for each rank and a box for each action."""
+    """The timeline as a picture, with a lane for each rank and a box for each action. If the table has units, a strip of
+    gathers and a curve of live weights follow each lane.
+    """
     scale = _WIDTH_PX / max(outcome.makespan_ns, 1)
-    height = (table.n_ranks + 2) * _LANE_PX + 10
+    step = _LANE_PX + (_GATHER_PX + _LIVE_PX if table.units else 0)
+    height = table.n_ranks * step + 2 * _LANE_PX + 10
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LABEL_PX + _WIDTH_PX + 20}" height="{height}">',
         "<style>text { font-family: sans-serif; font-size: 11px }</style>",
@@ -125,7 +231,7 @@ def as_svg(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
         f'<text x="6" y="16">{_summary(name, table, outcome)}</text>',
     ]
     for rank in range(table.n_ranks):
-        y = (rank + 1) * _LANE_PX
+        y = _LANE_PX + rank * step
         parts.append(f'<text x="6" y="{y + 16}">rank {rank}</text>')
         parts.append(f'<rect x="{_LABEL_PX}" y="{y + 2}" width="{_WIDTH_PX}" height="{_LANE_PX - 4}" fill="#f4f4f4"/>')
         for kind, stage, micro_batch, begin, end in _computed(table, outcome, rank):
@@ -137,7 +243,9 @@ def as_svg(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
             )
             if width > 7 * len(str(micro_batch)):
                 parts.append(f'<text x="{x + width / 2:.2f}" y="{y + 17}" text-anchor="middle">{micro_batch}</text>')
-    x, y = _LABEL_PX, (table.n_ranks + 1) * _LANE_PX + 8
+        if table.units:
+            parts += _weights_parts(table, outcome, rank, y + _LANE_PX, scale)
+    x, y = _LABEL_PX, table.n_ranks * step + _LANE_PX + 8
     used = {action[0] for rank in range(table.n_ranks) for action in table.actions(rank)}
     for kind in (kind for kind in _NAMES if kind in used):
         for shade in range(1 + (len(table.rank_of) > table.n_ranks)):
@@ -145,7 +253,32 @@ def as_svg(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
             parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLOURS[kind][shade]}"/>')
             parts.append(f'<text x="{x + 16}" y="{y + 10}">{title}</text>')
             x += 34 + 6 * len(title)
+    for colour, title in ((_GATHER_COLOUR, "gather"), (_LIVE_COLOUR, "live weights")) if table.units else ():
+        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{y + 10}">{title}</text>')
+        x += 34 + 6 * len(title)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _weights_parts(table: _C.PipeTable, outcome: Outcome, rank: int, y: int, scale: float) -> list[str]:
+    """Boxes of a rank's gathers, and below them the area of its live weights. Its full height is all the rank's units."""
+    parts = []
+    for stage, unit, begin, end in _gathers(table, outcome, rank):
+        parts.append(
+            f'<rect x="{_LABEL_PX + begin * scale:.2f}" y="{y}" width="{max((end - begin) * scale, 1.5):.2f}"'
+            f' height="{_GATHER_PX - 1}" fill="{_GATHER_COLOUR}" stroke="white" stroke-width="0.5">'
+            f"<title>{_C.pipe_format((_C.PIPE_GATHER, stage, unit))}</title></rect>"
+        )
+    bottom, owned = y + _GATHER_PX + _LIVE_PX - 2, max(_owned(table, rank), 1)
+    points, level = [f"{_LABEL_PX},{bottom}"], float(bottom)
+    for ns, elements in _live(table, outcome, rank):
+        x = _LABEL_PX + ns * scale
+        points.append(f"{x:.2f},{level:.2f}")
+        level = bottom - (_LIVE_PX - 4) * elements / owned
+        points.append(f"{x:.2f},{level:.2f}")
+    points += [f"{_LABEL_PX + _WIDTH_PX},{level:.2f}", f"{_LABEL_PX + _WIDTH_PX},{bottom}"]
+    parts.append(f'<polygon points="{" ".join(points)}" fill="{_LIVE_COLOUR}" stroke="{_GATHER_COLOUR}"/>')
+    return parts
 
 
 def _as_json(name: str, table: _C.PipeTable, outcome: Outcome) -> dict:
@@ -160,12 +293,18 @@ def _as_json(name: str, table: _C.PipeTable, outcome: Outcome) -> dict:
             {
                 "busy_ns": outcome.busy_ns[rank],
                 "peak_live": outcome.peak_live[rank],
+                **(_weights_json(outcome, rank) if table.units else {}),
                 "actions": [_C.pipe_format(action) for action in table.actions(rank)],
                 "spans_ns": outcome.spans[rank],
             }
             for rank in range(table.n_ranks)
         ],
     }
+
+
+def _weights_json(outcome: Outcome, rank: int) -> dict[str, int]:
+    names = ("peak_live_elements", "n_gathers", "gathered_elements", "link_ns")
+    return {name: getattr(outcome, name)[rank] for name in names}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -182,6 +321,10 @@ def _parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}", type=float, default=1.0, help=f"ms of {what}")
     parser.add_argument("--transfer", type=float, default=0.0, help="ms that a message takes")
+    parser.add_argument("--unit-elements", help="sizes of each stage's units of weights, as 5,3: shows their gathers")
+    parser.add_argument("--max-live", type=int, help="the most elements of live units on a rank; by default no limit")
+    parser.add_argument("--gather", type=float, default=0.0, help="ms that a gather of all units of a stage takes")
+    parser.add_argument("--ahead", type=int, default=1, help="computations that a gather precedes its use by, at most")
     parser.add_argument("--actions", action="store_true", help="list every rank's actions too, with messages")
     parser.add_argument("--svg", help="write the timeline to this file as well")
     parser.add_argument("--json", action="store_true", help="print numbers and actions as JSON")

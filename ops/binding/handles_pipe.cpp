@@ -14,11 +14,13 @@ namespace py = pybind11;
 
 namespace {
 
-/* kind, stage, micro-batch. */
+/* kind, stage, micro-batch or unit. */
 using Action = std::tuple<int32_t, int32_t, int32_t>;
 using Lists = std::vector<std::vector<Action>>;
 /* forward, input and weight in ns; kept and weight bytes. */
 using Cost = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+/* stage, elements, ns of a gather. */
+using Unit = std::tuple<int32_t, int64_t, int64_t>;
 /* schedule, ranks, stages a rank, micro-batches, costs by stage. */
 using Candidate = std::tuple<std::string, int32_t, int32_t, int32_t, std::vector<Cost>>;
 
@@ -67,8 +69,10 @@ class PipeTable {
         point();
     }
 
-    PipeTable(const Lists &lists, std::vector<int32_t> rank_of, int32_t n_micro_batches, bool has_backward)
+    PipeTable(const Lists &lists, std::vector<int32_t> rank_of, int32_t n_micro_batches, bool has_backward,
+              const std::vector<Unit> &units, int64_t limit_elements)
     {
+        set_units(units, limit_elements);
         set_up(static_cast<int32_t>(lists.size()), static_cast<int32_t>(rank_of.size()), n_micro_batches, has_backward);
         rank_of_ = std::move(rank_of);
         for (size_t rank = 0; rank < lists.size(); rank++) {
@@ -81,6 +85,38 @@ class PipeTable {
 
     PipeTable(const PipeTable &) = delete;
     PipeTable &operator=(const PipeTable &) = delete;
+
+    /* The same table with gathers and releases of units. */
+    std::unique_ptr<PipeTable> with_gathers(const std::vector<Unit> &units, int64_t limit_elements, int32_t ahead) const
+    {
+        std::unique_ptr<PipeTable> made(new PipeTable());
+        struct dsc_pipe_table bare = table_;
+        dsc_status status;
+
+        made->set_up(table_.n_ranks, table_.n_stages, table_.n_micro_batches, table_.has_backward);
+        made->rank_of_ = rank_of_;
+        made->set_units(units, limit_elements);
+        made->point();
+        bare.units = made->table_.units;
+        bare.n_units = made->table_.n_units;
+        bare.limit_elements = made->table_.limit_elements;
+        {
+            py::gil_scoped_release release;
+
+            status = dsc_pipe_add_gathers(&bare, ahead, 0, nullptr, made->begins_.data());
+        }
+        dsc::check(status, "PipeTable.with_gathers");
+        made->actions_.resize(static_cast<size_t>(made->begins_.back()));
+        {
+            py::gil_scoped_release release;
+
+            status =
+                dsc_pipe_add_gathers(&bare, ahead, made->begins_.back(), made->actions_.data(), made->begins_.data());
+        }
+        dsc::check(status, "PipeTable.with_gathers");
+        made->point();
+        return made;
+    }
 
     void verify() const
     {
@@ -113,7 +149,7 @@ class PipeTable {
         std::vector<struct dsc_pipe_span> spans(actions_.size() + 1);
         std::vector<struct dsc_pipe_usage> usage(static_cast<size_t>(table_.n_ranks));
         std::vector<std::vector<std::pair<int64_t, int64_t>>> by_rank;
-        std::vector<std::tuple<int64_t, int64_t, int32_t>> used;
+        std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t, int64_t, int64_t, int64_t>> used;
         int64_t makespan_ns = 0;
 
         if (list.size() != static_cast<size_t>(table_.n_stages))
@@ -127,10 +163,23 @@ class PipeTable {
             for (int64_t i = begins_[rank]; i < begins_[rank + 1]; i++)
                 times.emplace_back(spans[static_cast<size_t>(i)].begin_ns, spans[static_cast<size_t>(i)].end_ns);
             by_rank.push_back(std::move(times));
-            used.emplace_back(usage[rank].busy_ns, usage[rank].peak_bytes, usage[rank].peak_live);
+            used.emplace_back(usage[rank].busy_ns, usage[rank].peak_bytes, usage[rank].peak_live,
+                              usage[rank].peak_live_elements, usage[rank].n_gathers, usage[rank].gathered_elements,
+                              usage[rank].link_ns);
         }
         return py::make_tuple(makespan_ns, by_rank, used);
     }
+
+    std::vector<Unit> units() const
+    {
+        std::vector<Unit> list;
+
+        for (const struct dsc_pipe_unit &unit : units_)
+            list.emplace_back(unit.stage, unit.numel, unit.gather_ns);
+        return list;
+    }
+
+    int64_t limit_elements() const { return table_.limit_elements; }
 
     const std::vector<int32_t> &rank_of() const { return rank_of_; }
 
@@ -141,6 +190,15 @@ class PipeTable {
     bool has_backward() const { return table_.has_backward; }
 
   private:
+    PipeTable() = default;
+
+    void set_units(const std::vector<Unit> &units, int64_t limit_elements)
+    {
+        for (const auto &[stage, numel, gather_ns] : units)
+            units_.push_back({stage, numel, gather_ns});
+        table_.limit_elements = limit_elements;
+    }
+
     void set_up(int32_t n_ranks, int32_t n_stages, int32_t n_micro_batches, bool has_backward)
     {
         begins_.assign(static_cast<size_t>(n_ranks) + 1, 0);
@@ -157,12 +215,15 @@ class PipeTable {
         table_.actions = actions_.data();
         table_.begins = begins_.data();
         table_.rank_of = rank_of_.data();
+        table_.units = units_.data();
+        table_.n_units = static_cast<int32_t>(units_.size());
     }
 
     std::vector<struct dsc_pipe_action> actions_;
     std::vector<int64_t> begins_;
     std::vector<int32_t> rank_of_;
-    struct dsc_pipe_table table_ = {};
+    std::vector<struct dsc_pipe_unit> units_;
+    struct dsc_pipe_table table_ = {nullptr, nullptr, nullptr, 0, 0, 0, false, nullptr, 0, -1};
 };
 
 py::tuple pipe_choose(const std::vector<Candidate> &candidates, int64_t transfer_ns, int64_t limit_bytes)
@@ -230,17 +291,31 @@ void dsc::bind_pipe(py::module_ &m)
              py::arg("n_virtual"), py::arg("n_micro_batches"),
              "The table of a schedule. Raises ValueError for a name that is none, or with the nearest shape that it\n"
              "can have.")
-        .def(py::init<const Lists &, std::vector<int32_t>, int32_t, bool>(), py::arg("lists"), py::arg("rank_of"),
-             py::arg("n_micro_batches"), py::arg("has_backward"),
-             "A table from lists of (kind, stage, micro-batch), one a rank; verify() tells whether it is one.")
+        .def(
+            py::init<const Lists &, std::vector<int32_t>, int32_t, bool, const std::vector<Unit> &, int64_t>(),
+            py::arg("lists"), py::arg("rank_of"), py::arg("n_micro_batches"), py::arg("has_backward"),
+            py::arg("units") = std::vector<Unit>(), py::arg("limit_elements") = -1,
+            "A table from lists of (kind, stage, micro-batch), one a rank; verify() tells whether it is one. units and\n"
+            "limit_elements: as in with_gathers.")
+        .def(
+            "with_gathers", &PipeTable::with_gathers, py::arg("units"), py::arg("limit_elements") = -1,
+            py::arg("ahead") = 1,
+            "The same table with gathers and releases: (PIPE_GATHER or PIPE_RELEASE, stage, unit of the stage). units:\n"
+            "(stage, elements, ns of a gather), by stage and in the order of its forward. limit_elements: the most\n"
+            "elements of live units on a rank; -1: no limit. ahead: the most computations that a gather precedes its use\n"
+            "by. Raises ValueError, with the stage and both numbers, if a computation needs more than the limit.")
         .def("verify", &PipeTable::verify,
              "Raises ValueError where the table is not complete, ordered and free of deadlock.")
         .def("actions", &PipeTable::actions, py::arg("rank"), "[(kind, stage, micro-batch)] of a rank.")
         .def(
             "simulate", &PipeTable::simulate, py::arg("costs"), py::arg("transfer_ns") = 0,
             "costs: (forward ns, input ns, weight ns, kept bytes, weight bytes) of each stage. Returns (makespan in ns,\n"
-            "[(begin ns, end ns)] of each rank's actions, (busy ns, peak bytes, peak live) of each rank).")
+            "[(begin ns, end ns)] of each rank's actions, (busy ns, peak bytes, peak live forwards, peak live\n"
+            "elements, gathers, gathered elements, ns of gathers) of each rank).")
         .def_property_readonly("rank_of", &PipeTable::rank_of, "The rank of each stage.")
+        .def_property_readonly("units", &PipeTable::units, "(stage, elements, ns of a gather) of each unit.")
+        .def_property_readonly("limit_elements", &PipeTable::limit_elements,
+                               "The most elements of live units on a rank; -1: no limit.")
         .def_property_readonly("n_ranks", &PipeTable::n_ranks)
         .def_property_readonly("n_micro_batches", &PipeTable::n_micro_batches)
         .def_property_readonly("has_backward", &PipeTable::has_backward);

@@ -6,10 +6,14 @@
 #define MAX_RANKS 16
 #define MAX_STAGES (MAX_RANKS * 4)
 #define MAX_ACTIONS (MAX_STAGES * 64 * 7)
+#define MAX_GATHERED (MAX_ACTIONS + MAX_STAGES * 64 * 3 * 2 * 3)
 
 static struct dsc_pipe_action computed[MAX_ACTIONS];
 static struct dsc_pipe_action complete[MAX_ACTIONS];
 static struct dsc_pipe_span spans[MAX_ACTIONS];
+static struct dsc_pipe_action gathered[MAX_GATHERED];
+static struct dsc_pipe_span gathered_spans[MAX_GATHERED];
+static struct dsc_pipe_unit units[MAX_STAGES * 3];
 
 /* An accepted table also ran in simulation, in an order that never uses missing data. */
 static void check_times(const struct dsc_pipe_table *table, struct input *input)
@@ -39,6 +43,42 @@ static void check_times(const struct dsc_pipe_table *table, struct input *input)
     for (int32_t stage = 0; stage < table->n_stages; stage++)
         busy -= table->n_micro_batches * (costs[stage].forward_ns + (table->has_backward ? costs[stage].input_ns + costs[stage].weight_ns : 0));
     REQUIRE(busy == 0);
+}
+
+/* A table with gathers of units of any size is proved. Two of its actions change places: it is refused, or can be run. */
+static void check_gathers(const struct dsc_pipe_table *given, struct input *input)
+{
+    struct dsc_pipe_table table = *given;
+    struct dsc_pipe_cost costs[MAX_STAGES] = {{0}};
+    struct dsc_pipe_usage usage[MAX_RANKS];
+    int64_t begins[MAX_RANKS + 1] = {-7};
+    int64_t makespan;
+
+    table.units = units;
+    for (int32_t stage = 0; stage < table.n_stages; stage++)
+        for (int64_t i = take_below(input, 4); i > 0; i--)
+            units[table.n_units++] = (struct dsc_pipe_unit){stage, take_below(input, 100), take_below(input, 9)};
+    table.limit_elements = take_below(input, 1200) - 1;
+    if (dsc_pipe_add_gathers(&table, (int32_t)take_below(input, 5), MAX_GATHERED, gathered, begins) != DSC_OK) {
+        REQUIRE(begins[0] == -7);
+        return;
+    }
+    table.actions = gathered;
+    table.begins = begins;
+    REQUIRE(dsc_pipe_verify(&table) == DSC_OK);
+    REQUIRE(dsc_pipe_simulate(&table, costs, 0, gathered_spans, usage, &makespan) == DSC_OK);
+    for (int32_t rank = 0; rank < table.n_ranks; rank++)
+        REQUIRE(table.limit_elements < 0 || usage[rank].peak_live_elements <= table.limit_elements);
+
+    int64_t n = begins[table.n_ranks];
+    int64_t i = take_below(input, n);
+    int64_t j = take_below(input, n);
+    struct dsc_pipe_action action = gathered[i];
+
+    gathered[i] = gathered[j];
+    gathered[j] = action;
+    if (dsc_pipe_verify(&table) == DSC_OK)
+        REQUIRE(dsc_pipe_simulate(&table, costs, 0, gathered_spans, usage, &makespan) == DSC_OK);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)
@@ -78,13 +118,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n_bytes)
         REQUIRE(dsc_pipe_rank_of(name, &shape, stage, &rank_of[stage]) == DSC_OK);
 
     struct dsc_pipe_table table = {computed, begins, rank_of, shape.n_ranks, shape.n_ranks * shape.n_virtual,
-                                   shape.n_micro_batches, traits.has_backward};
+                                   shape.n_micro_batches, traits.has_backward, NULL, 0, -1};
 
     REQUIRE(dsc_pipe_add_comm(&table, MAX_ACTIONS, complete, all_begins) == DSC_OK);
     table.actions = complete;
     table.begins = all_begins;
     REQUIRE(dsc_pipe_verify(&table) == DSC_OK);
     check_times(&table, &input);
+    if (take_byte(&input) % 2 == 0)
+        check_gathers(&table, &input);
 
     /* Two actions of the whole table change places: a table that is still accepted can be run. */
     int64_t n = all_begins[shape.n_ranks];

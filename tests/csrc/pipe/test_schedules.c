@@ -38,7 +38,7 @@ static bool make(const char *schedule, const struct dsc_pipe_shape *shape, bool 
     for (int32_t stage = 0; stage < shape->n_ranks * shape->n_virtual; stage++)
         CHECK_STATUS(dsc_pipe_rank_of(schedule, shape, stage, &out->rank_of[stage]), DSC_OK);
     out->table = (struct dsc_pipe_table){computed, out->begins, out->rank_of, shape->n_ranks, shape->n_ranks * shape->n_virtual,
-                                         shape->n_micro_batches, traits.has_backward};
+                                         shape->n_micro_batches, traits.has_backward, NULL, 0, -1};
     if (with_comm) {
         int64_t begins[MAX_RANKS + 1];
 

@@ -27,7 +27,7 @@ static dsc_status verify(const char *first, const char *second, bool has_backwar
             CHECK_STATUS(dsc_pipe_parse(word, &actions[begins[rank + 1]++]), DSC_OK);
     }
 
-    struct dsc_pipe_table table = {actions, begins, rank_of, 2, 2, 2, has_backward};
+    struct dsc_pipe_table table = {actions, begins, rank_of, 2, 2, 2, has_backward, NULL, 0, -1};
 
     return dsc_pipe_verify(&table);
 }
@@ -74,7 +74,7 @@ static void test_tables(void)
     static const struct dsc_pipe_action action = {DSC_PIPE_FORWARD, 0, 0};
     static const int32_t rank_of[2] = {0, 5};
     int64_t begins[2] = {0, 1};
-    struct dsc_pipe_table table = {&action, begins, rank_of, 1, 1, 1, false};
+    struct dsc_pipe_table table = {&action, begins, rank_of, 1, 1, 1, false, NULL, 0, -1};
 
     TEST_CASE("tables");
     CHECK_STATUS(dsc_pipe_verify(&table), DSC_OK);
@@ -94,9 +94,9 @@ static void test_simulate(void)
     static const struct dsc_pipe_action actions[2] = {{DSC_PIPE_BACKWARD, 0, 0}, {DSC_PIPE_FORWARD, 0, 0}};
     static const int32_t rank_of[1] = {0};
     static const int64_t begins[2] = {0, 2};
-    struct dsc_pipe_table table = {actions, begins, rank_of, 1, 1, 1, true};
+    struct dsc_pipe_table table = {actions, begins, rank_of, 1, 1, 1, true, NULL, 0, -1};
     struct dsc_pipe_cost cost = {1, 1, 1, 1, 1};
-    struct dsc_pipe_usage usage = {-7, -7, -7};
+    struct dsc_pipe_usage usage = {.busy_ns = -7};
     struct dsc_pipe_action out[8];
     int64_t out_begins[2] = {-7, -7};
     int64_t makespan = -7;
@@ -115,8 +115,8 @@ static void test_simulate(void)
 
 static void test_text(void)
 {
-    static const char *const texts[] = {"0F0", "2B13", "1I3", "1W3", "0SEND_F5", "7RECV_F0", "3SEND_B2147483647", "2147483647RECV_B1"};
-    static const char *const wrong[] = {"", "F", "F0", "0F", "0X0", "00F0", "0F01", "-1F0", "0F0 ", " 0F0", "0SEND0", "2147483648F0", "0f0", "0F99999999999999999999"};
+    static const char *const texts[] = {"0F0", "2B13", "1I3", "1W3", "0SEND_F5", "7RECV_F0", "2G0", "0R11", "3SEND_B2147483647", "2147483647RECV_B1"};
+    static const char *const wrong[] = {"", "F", "F0", "0F", "0X0", "00F0", "0F01", "-1F0", "0F0 ", " 0F0", "0SEND0", "2147483648F0", "0f0", "0G", "R1", "0GR0", "0F99999999999999999999"};
     struct dsc_pipe_action action = {-7, -7, -7};
     char text[40];
 
