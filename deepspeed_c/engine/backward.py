@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -105,6 +105,10 @@ class BackwardPass:
         self._scaled_inputs: tuple[int, frozenset[Any]] = NO_PASS, frozenset()
 
     @property
+    def _has_sharded(self) -> bool:
+        return self._fetcher is not None and bool(self._fetcher.groups)
+
+    @property
     def _loss_scale(self) -> float:
         return 1.0 if self._scaler is None else self._scaler.scale
 
@@ -155,9 +159,8 @@ class BackwardPass:
         self._begin(factor=1.0, starts=starts)
         try:
             scaled = self.scale(loss, factor)
-            has_sharded = self._fetcher is not None and bool(self._fetcher.groups)
             with ExitStack() as around:
-                if has_sharded:
+                if self._has_sharded:
                     around.enter_context(saved_parameters_answer())
                 if self._compiler is not None:
                     around.enter_context(self._compiler.running())
@@ -174,7 +177,8 @@ class BackwardPass:
         that the last stage has scaled (``scale``)."""
         self._begin(factor=1.0, starts=[])
         try:
-            yield
+            with saved_parameters_answer() if self._has_sharded else nullcontext():
+                yield
             self._end()
         except BaseException:
             self._drop_window()

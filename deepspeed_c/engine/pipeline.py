@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -30,14 +32,18 @@ from deepspeed_c.errors import (
     StateError,
 )
 from deepspeed_c.observe.record import Event, StepRecord, phases_text
-from deepspeed_c.pipe import CausalLMPipeline, PipelineModule
+from deepspeed_c.pipe import CausalLMPipeline, PipelineModule, TiedLayerSpec
 from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
-from deepspeed_c.pipe.runner import Lent, Runner, Stage
+from deepspeed_c.pipe.runner import COMPUTATIONS, Lent, Runner, Stage
 from deepspeed_c.pipe.schedule import Cost, fitting, make_table, traits_of
 from deepspeed_c.pipe.stopping import Peers, Stopped, raise_on_all
 from deepspeed_c.pipe.weigh import Scale
 from deepspeed_c.pipe.writable import copied, writable
 from deepspeed_c.recompute.conditions import Conditions
+from deepspeed_c.zero.layout.experts import expert_ranks_of
+from deepspeed_c.zero.weights.drivers.batch import BatchPlan
+from deepspeed_c.zero.weights.gather_unit import PlacedShard
+from deepspeed_c.zero.weights.param import state_of
 
 __all__ = ["PipelineEngine", "check_pipeline", "connect_pipeline"]
 
@@ -48,14 +54,11 @@ _NO_DATA, _OTHER_SIZE = -1, -2
 def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero) -> None:
     """Raises before anything is sent if the configuration, or its number of ranks, does not fit the module."""
     n_ranks = module.num_stages
-    if zero.sharding.parameters:
-        has_offload = zero.offload_param.device != "none"
+    if zero.sharding.parameters and zero.offload_param.device != "none":
         raise FeatureError(
-            f"ZeRO stage {zero.stage} under a pipeline: a stage's weights would be gathered for each micro-batch anew"
-            + (", and offload_param needs that stage" if has_offload else ""),
-            where="zero_optimization.offload_param" if has_offload else "zero_optimization.stage",
-            fix="use stage 1 or 2: the pipeline itself cuts the weights"
-            + (", and offload_optimizer moves masters and states out of the device" if has_offload else ""),
+            "offload_param under a pipeline: weights that lie out of the device are not gathered for a batch yet",
+            where="zero_optimization.offload_param",
+            fix="leave it out; offload_optimizer moves masters and states out of the device",
         )
     if zero.offload_optimizer.super_offload:
         raise FeatureError(
@@ -143,6 +146,7 @@ class PipelineEngine(TrainingHost):
         together = [self._comm.global_ranks[rank] for rank in self._mesh.ranks(EP, SP, TP)]
         self._peers = Peers(self._comm, together)
         self._runner = Runner(self._stages, self._peers)
+        self._check_units()
         self._costs = [Cost()] * len(module.rank_of)
         self._is_weighed = section.activation_bytes_limit is None
         if not self._is_weighed and self._config.activation_checkpointing.budget is not None:
@@ -155,6 +159,53 @@ class PipelineEngine(TrainingHost):
     def _require_states(self, what: str) -> None:
         self._peers.require_connected(what)
         super()._require_states(what)
+
+    def _check_units(self) -> None:
+        """Raises ConfigError on all ranks if sharded weights of any rank cannot be gathered for a batch. Collective
+        where weights are sharded."""
+        fetcher = self._fetcher
+        if fetcher is None:
+            return
+        largest = max(fetcher.groups, key=lambda group: group.numel, default=None)
+        experts = [slot.name for group in fetcher.groups for slot in group.slots if expert_ranks_of(slot.param) > 1]
+        mine = (0, "") if largest is None else (largest.numel, largest.label)
+        found = self._comm.gather_objects((mine, experts[:1]), label="gather units")
+        n_elems, label = max(unit for unit, _ in found)
+        if n_elems > fetcher.limits.max_live:
+            raise ConfigError(
+                f"is {fetcher.limits.max_live}, and {label} is gathered as one unit of {n_elems} elements",
+                where="zero_optimization.stage3_max_live_parameters",
+                fix=f"set it to {n_elems} at least, or make units smaller by zero_optimization.reduce_bucket_size; a"
+                " unit has one parameter at least",
+            )
+        name = next((names[0] for _, names in found if names), "")
+        if name:
+            raise ConfigError(
+                f"is {self._config.zero.stage}, and {name} of a pipeline belongs to experts that are spread over ranks",
+                where="zero_optimization.stage",
+                fix="use stage 1 or 2 with such experts",
+            )
+
+    def _units_of(self, stage: int) -> list[int]:
+        """The gather units of one of this rank's stages, in the order of its layers."""
+        module, modules = self.module, dict(self.module.named_modules())
+        units: dict[int, None] = {}
+        for index in range(module.parts[stage], module.parts[stage + 1]):
+            spec = module.specs[index]
+            layer = modules.get(f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(index))
+            for param in () if layer is None else layer.parameters():
+                state = state_of(param)
+                if type(state) is PlacedShard:
+                    units[state.group.index] = None
+        return list(units)
+
+    def _weights_of(self, key: Any, table: _C.PipeTable) -> AbstractContextManager[None]:
+        """The context of a run in which sharded weights are gathered as its computations need them."""
+        if not self._shards_parameters:
+            return nullcontext()
+        units = {s: self._units_of(s) for s in self.module.stages}
+        actions = [(kind, s) for kind, s, _ in table.actions(self.stage_id) if kind in COMPUTATIONS]
+        return self._fetcher.drivers.of(BatchPlan).running(key, actions, units)
 
     def _stage_names(self) -> list[str]:
         return [str(stage) for stage in self.module.stages]
@@ -230,7 +281,7 @@ class PipelineEngine(TrainingHost):
         lent = Lent(lambda k: batch[0], loss, lambda loss: loss, self._passes.part)
         with Conditions(with_python=True).replayed():
             runner = Runner(stages, self._peers)
-            self._run(self._table(1, trains=False), lent, "train_batch", has_backward=False, runner=runner)
+            self._run(self._table(1, trains=False), lent, "train_batch", "weigh", has_backward=False, runner=runner)
         found = self._comm.gather_objects(scale.bytes_of, label="bytes of activations")
         for s in range(last + 1):
             # Parallel pipelines can have samples of different lengths. The same schedule has to fit all of them.
@@ -287,7 +338,7 @@ class PipelineEngine(TrainingHost):
         )
         try:
             with self._passes.no_sync(), self._flops.forward():
-                self._run(table, lent, "train_batch", has_backward=True)
+                self._run(table, lent, "train_batch", ("train", n), has_backward=True)
         except BaseException:
             self._state.begin_window()
             raise
@@ -297,17 +348,32 @@ class PipelineEngine(TrainingHost):
         return self.loss
 
     def _run(
-        self, table: _C.PipeTable, lent: Lent, what: str, *, has_backward: bool, runner: Runner | None = None
+        self,
+        table: _C.PipeTable,
+        lent: Lent,
+        what: str,
+        key: Any,
+        *,
+        has_backward: bool,
+        runner: Runner | None = None,
     ) -> dict[int, Any]:
         """The results of the last stage by micro-batch. Collective: if a stage raises an exception on one rank, all
-        ranks raise StageError. Ranks of other pipelines, and stages that only send, learn of it here."""
+        ranks raise StageError. Ranks of other pipelines, and stages that only send, learn of it here.
+
+        key: runs with equal keys have equal tables.
+        """
         results: dict[int, Any] = {}
         how: Stopped | None = None
-        try:
-            runner = self._runner if runner is None else runner
-            results = runner.run(table.actions(self.stage_id), lent, has_backward=has_backward)
-        except Stopped as stopped:
-            how = stopped
+        runner = self._runner if runner is None else runner
+        if self._shards_parameters:
+            plan = self._fetcher.drivers.of(BatchPlan)
+            lent = lent._replace(computing=partial(plan.computing, saves=torch.is_grad_enabled()), skip=plan.skip)
+        with self._weights_of(key, table):
+            # The rest of the batch's gathers follows after a failed stage, too: other pipelines need them.
+            try:
+                results = runner.run(table.actions(self.stage_id), lent, has_backward=has_backward)
+            except Stopped as stopped:
+                how = stopped
         raise_on_all(self._comm, how, self._peers, what)
         return results
 
@@ -365,7 +431,7 @@ class PipelineEngine(TrainingHost):
         self.module.eval()
         try:
             with torch.no_grad():
-                losses = self._run(table, lent, "eval_batch", has_backward=False)
+                losses = self._run(table, lent, "eval_batch", ("eval", n), has_backward=False)
         finally:
             self.module.train(was_training)
         logits = [outputs[k] for k in sorted(outputs)] if self.is_last_stage() else None

@@ -17,7 +17,7 @@ from deepspeed_c.pipe.split import SplitBackward
 from deepspeed_c.pipe.stopping import Peers, Stopped
 from deepspeed_c.pipe.writable import needs_gradient
 
-__all__ = ["Lent", "Runner", "Stage"]
+__all__ = ["COMPUTATIONS", "Lent", "Runner", "Stage"]
 
 _WHAT = {
     _C.PIPE_FORWARD: "the forward",
@@ -25,6 +25,8 @@ _WHAT = {
     _C.PIPE_INPUT: "the backward",
     _C.PIPE_WEIGHT: "the backward",
 }
+COMPUTATIONS = frozenset(_WHAT)
+"""The kinds of actions that compute; the others move values between ranks."""
 
 
 class _StageFailed(NamedTuple):
@@ -59,6 +61,10 @@ class Lent(NamedTuple):
     """The context around each run of autograd."""
     measure: Callable[[str], AbstractContextManager[None]] = nullcontext
     """A context whose time counts as a phase: "forward", "backward", or "messages" of the links."""
+    computing: Callable[[int, int], AbstractContextManager[None]] = lambda kind, stage: nullcontext()
+    """The context of one computation, which is (kind of action, stage)."""
+    skip: Callable[[int, int], None] = lambda kind, stage: None
+    """Called in place of a computation after a stage has failed: does this rank's part of what other ranks need."""
 
 
 class _Flight:
@@ -140,9 +146,11 @@ class Runner:
         if isinstance(value, _StageFailed) and self._stopped is None:
             self._stop(Stopped())
         if self._stopped is not None:
+            self._lent.skip(kind, s)
             return
         try:
-            self._compute[kind](s, k, value)
+            with self._lent.computing(kind, s):
+                self._compute[kind](s, k, value)
         except (CommError, RankMismatchError):
             if self._peers.notice() is None:
                 raise

@@ -38,8 +38,9 @@ class SplitBackward:
     ) -> None:
         self._roots, self._grads, self._inputs = list(roots), list(grads), list(inputs)
         self.is_whole = False
-        # Where the second half starts: (edges of a node with their gradients, parameters that only the node leads to).
-        self._starts: list[tuple[list[tuple[GradientEdge, torch.Tensor]], list[torch.Tensor]]] = []
+        # Where the second half starts: (edges of a node with their gradients, edges of the parameters that only the node
+        # leads to).
+        self._starts: list[tuple[list[tuple[GradientEdge, torch.Tensor]], list[GradientEdge]]] = []
         self._apart: list[tuple[GradientEdge, torch.Tensor]] = []
 
     def input_half(self) -> list[torch.Tensor | None]:
@@ -94,9 +95,9 @@ def bytes_between_halves(roots: Sequence[GradientEdge], inputs: Sequence[torch.T
 class _Frontier(NamedTuple):
     """Where the halves of a graph meet."""
 
-    nodes: list[tuple[Node, list[torch.Tensor]]]
-    """(node, parameters below the node). A node leads to inputs, or is a root that does not. Its parameters are reached
-    without passing another node that leads to inputs.
+    nodes: list[tuple[Node, list[GradientEdge]]]
+    """(node, edges of the parameters below the node). A node leads to inputs, or is a root that does not. Its
+    parameters are reached without passing another node that leads to inputs. A parameter itself may be released.
     """
     on_path: set[Node]
     """Nodes that lead to inputs."""
@@ -112,10 +113,10 @@ def _find_frontier(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
     goals = {id(tensor) for tensor in inputs}
     stack = [root.node for root in roots]
     starts = set(stack)
-    frontier: list[tuple[Node, list[torch.Tensor]]] = []
+    frontier: list[tuple[Node, list[GradientEdge]]] = []
     on_path: set[Node] = set()
-    # Parameters by their ids.
-    below: dict[Node, dict[int, torch.Tensor]] = {}
+    # Edges of parameters by the parameters' ids.
+    below: dict[Node, dict[int, GradientEdge]] = {}
     n_params, params = 0, set[int]()
     is_reentrant = False
     n_slots = {root.node: root.output_nr + 1 for root in sorted(roots, key=lambda root: root.output_nr)}
@@ -136,7 +137,7 @@ def _find_frontier(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
         stack.pop()
         if node in below:  # several nodes lead to it
             continue
-        found: dict[int, torch.Tensor] = {}
+        found: dict[int, GradientEdge] = {}
         for child in known:
             if child in on_path:
                 on_path.add(node)
@@ -147,7 +148,7 @@ def _find_frontier(roots: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
             if id(variable) in goals:
                 on_path.add(node)
             else:
-                found[id(variable)] = variable
+                found[id(variable)] = GradientEdge(node, 0)
         below[node] = found
         is_reentrant = is_reentrant or type(node).__name__ in _REENTRANT
         if found and (node in on_path or node in starts):

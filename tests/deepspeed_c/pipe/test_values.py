@@ -251,8 +251,6 @@ def wrong(rank: int, world: int, what: str) -> str:
             for param in net.parameters():
                 param.requires_grad_(False)
             deepspeed_c.initialize(model=net, model_parameters=net.parameters(), config=config)
-        elif what == "stage 3":
-            build(2, config_of(2, zero_optimization={"stage": 3}))
         elif what == "schedule":
             build(2, config_of(2, pipeline={"schedule": "zb_v"}))
         elif what == "no such schedule":
@@ -279,7 +277,6 @@ def wrong(rank: int, world: int, what: str) -> str:
         ("too few layers", ("matches 0 layers", "2 stages", "Block")),
         ("a shared parameter", ("layers 0 and 1", "TiedLayerSpec")),
         ("nothing to train", ("ModelError", "no parameter to train")),
-        ("stage 3", ("FeatureError", "zero_optimization.stage")),
         ("schedule", ("'zb_v'", "'1f1b'", "PipelineModule(schedule='zb_v'")),
         ("no such schedule", ("zb_h2", "zb_h1")),
         ("ends early", ("StateError", "rank 1", "after 1 of 2 micro-batches")),
