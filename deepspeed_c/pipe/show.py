@@ -218,8 +218,8 @@ def as_text(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
 
 
 def as_svg(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
-    """The timeline as a picture, with a lane for each rank and a box for each action. If the table has units, a strip of
-    gathers and a curve of live weights follow each lane.
+    """The timeline as a picture, with a lane for each rank and a box for each action. If the table has units, gathers
+    and a curve of live weights follow each lane.
     """
     scale = _WIDTH_PX / max(outcome.makespan_ns, 1)
     step = _LANE_PX + (_GATHER_PX + _LIVE_PX if table.units else 0)
@@ -261,7 +261,7 @@ def as_svg(name: str, table: _C.PipeTable, outcome: Outcome) -> str:
 
 
 def _weights_parts(table: _C.PipeTable, outcome: Outcome, rank: int, y: int, scale: float) -> list[str]:
-    """Boxes of a rank's gathers, and below them the area of its live weights. Its full height is all the rank's units."""
+    """Boxes of a rank's gathers, and below them the area of its live weights. Its full height is all units."""
     parts = []
     for stage, unit, begin, end in _gathers(table, outcome, rank):
         parts.append(
