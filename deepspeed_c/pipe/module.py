@@ -498,7 +498,7 @@ def _refuse_foreign(others: Sequence[int], comm: Collectives) -> None:
             raise ConfigError(
                 f"rank {rank} would share its layers with the ranks {of_rank}, which hold others",
                 where="zero.Init(data_parallel_group=...)",
-                fix="leave out the group, and pass each layer as a LayerSpec: it is sharded over the ranks that hold it",
+                fix="leave out the group, and pass each layer as a LayerSpec: the ranks that hold it share it",
             )
 
 

@@ -41,9 +41,9 @@ def save_folder(
     *,
     max_shard_size: int | str,
 ) -> None:
-    """Write the tensors ``names``. ``own``: the tensors of this rank by name, which may be sharded. ``save_beside``: writes the other files
-    into a folder, on rank 0. ``parts``: None if each rank has whole tensors. Collective. Rank 0 writes, and holds one
-    tensor of other ranks at a time.
+    """Write the tensors ``names``. ``own``: the tensors of this rank by name; they may be sharded. ``save_beside``:
+    writes the other files into a folder, on rank 0. ``parts``: None if each rank has whole tensors. Collective. Rank 0
+    writes, and holds one tensor of other ranks at a time.
 
     Raises CheckpointError on all ranks if it cannot be written; an older model there is intact then.
     """

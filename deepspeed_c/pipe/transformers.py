@@ -84,11 +84,11 @@ def from_transformers(
     model: a folder of weights (each rank reads those of its stages, by ranges), a configuration (each layer is seeded,
     so weights do not depend on the number of stages), or a model of transformers, from which each rank copies its
     stages; a model on the meta device counts as its configuration. A model may have adapters of peft within its layers:
-    call ``get_peft_model`` first. Within ``zero.Init`` a weight is sharded over the ranks of its stage as soon as it has
-    its values: a rank holds its part of its stages, and one weight or, of a configuration, one layer. dtype: dtype of
-    the weights, except adapters; default: the configuration's. options: as in ``PipelineModule``, such as ``schedule``
-    and ``partition_method``. For "profile" the default of ``example_input`` is one row of token ids, as long as the
-    model's longest sequence, and 512 at most.
+    call ``get_peft_model`` first. Within ``zero.Init`` a weight is sharded over the ranks of its stage as soon as it
+    has its values: a rank holds its part of its stages, and one weight or, of a configuration, one layer. dtype: dtype
+    of the weights, except adapters; default: the configuration's. options: as in ``PipelineModule``, such as
+    ``schedule`` and ``partition_method``. For "profile" the default of ``example_input`` is one row of token ids, as
+    long as the model's longest sequence, and 512 at most.
 
     A micro-batch of the engine is (inputs, labels). Inputs: input_ids [batch, length], or a dictionary of input_ids,
     attention_mask and position_ids. Labels [batch, length] are shifted by the loss, and -100 is left out, as in

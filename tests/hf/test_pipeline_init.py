@@ -1,5 +1,5 @@
-"""``from_transformers`` within ``zero.Init``: no rank holds more than its part of its stage, and a run has the same bits
-as without it."""
+"""``from_transformers`` within ``zero.Init``: no rank holds more than its part of its stage, and a run has the same
+bits as without it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ import pytest
 import torch
 
 from tests.hf.stack import on_ranks
-from tests.hf.test_pipeline import LLAMA, STEPS, bare, batches_of, config_of, engine_of, model_of
-
-SOURCES = ("folder", "configuration", "model", "sharded model")
+from tests.hf.test_pipeline import LLAMA, N_BATCHES, STEPS, adapted, bare, batches_of, config_of, engine_of, model_of
 
 
 def build(source: str, name: str, folder: str, is_sharded: bool, **options: Any) -> Any:
@@ -37,7 +35,34 @@ def outside(name: str) -> Any:
     from deepspeed_c.zero.weights.init import suspended
 
     with suspended():
-        return model_of(name)
+        return adapted("llama") if name == "llama with adapters" else model_of(name)
+
+
+def adapters_body(rank: int, world: int) -> Any:
+    """(which weights are trained and sharded, losses), without and with ``zero.Init``."""
+    from deepspeed_c.zero.weights.param import state_of
+    from tests.training import config
+    from tests.training import engine_of as engine_with
+
+    settings = config(2, rows=2, accumulate=N_BATCHES, gradient_clipping=0.0)
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(5)
+        module = build("model", "llama with adapters", "", is_sharded)
+        kinds = {name: (p.requires_grad, p.dtype) for name, p in module.named_parameters()}
+        assert all((state_of(p) is not None) is is_sharded for p in module.parameters())
+        trained = [p for p in module.parameters() if p.requires_grad]
+        with engine_with(module, settings, model_parameters=trained) as engine:
+            data_rank = module.mpu().get_data_parallel_rank()
+            found.append((kinds, [float(engine.train_batch(iter(batches_of(step, data_rank)))) for step in range(2)]))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_adapters_are_trained_on_frozen_shards(world):
+    for rank, (plain, sharded) in enumerate(on_ranks(world, adapters_body)):
+        assert {is_trained for is_trained, _ in plain[0].values()} == {True, False}
+        assert sharded == plain, f"rank {rank}: {sharded} with zero.Init, {plain} without"
 
 
 def body(
