@@ -272,7 +272,11 @@ class PipelineEngine(TrainingHost):
         """
         module = self.module
         last = len(module.rank_of) - 1
-        scale = Scale([*module.parameters(), *module.buffers()])
+        fetcher = self._fetcher
+        scale = Scale(
+            [*module.parameters(), *module.buffers()],
+            lambda tensor: fetcher is not None and fetcher.packer.pack(tensor) is not None,
+        )
         stages = {
             s: stage._replace(run=scale.stage(s, stage.run, splits=stage.splits, is_last=s == last))
             for s, stage in self._stages.items()

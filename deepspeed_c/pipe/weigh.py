@@ -18,11 +18,15 @@ __all__ = ["Scale"]
 class Scale:
     """Weighs what autograd saves in a forward of each stage of this rank.
 
-    Each storage counts once per stage, with its whole size. The storages of ``weights`` do not count. Memory that
-    layers keep without autograd is not seen.
+    Each storage counts once per stage, with its whole size. The storages of ``weights`` do not count, nor do tensors
+    for which ``is_gathered`` returns True: parts of sharded weights. Memory that layers keep without autograd is not
+    seen.
     """
 
-    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self, weights: Iterable[torch.Tensor], is_gathered: Callable[[torch.Tensor], bool] = lambda tensor: False
+    ) -> None:
+        self._is_gathered = is_gathered
         self._ignored = {tensor.untyped_storage().data_ptr() for tensor in weights}
         self._seen: dict[int, dict[int, int]] = {}
         self._inputs: dict[int, list[torch.Tensor]] = {}
@@ -55,7 +59,7 @@ class Scale:
     def _watch(self, s: int, run: Callable[[], Any]) -> Any:
         def save(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._ignored:
+            if storage.data_ptr() not in self._ignored and not self._is_gathered(tensor):
                 self._seen[s][storage.data_ptr()] = storage.nbytes()
             return tensor
 
