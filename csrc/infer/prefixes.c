@@ -19,7 +19,7 @@ struct node {
     size_t n_salt;                 /* of a root */
     unsigned char *salt;           /* likewise; NULL where it has no bytes */
     int64_t tokens[DSC_KV_TOKENS]; /* of all others */
-    int32_t blocks[];              /* of each pool, or DSC_KV_GONE */
+    int32_t blocks[];              /* one for each pool, or DSC_KV_GONE */
 };
 
 /* The tokens of a sequence, as far as they were noted. */

@@ -41,10 +41,11 @@ struct plan {
     int32_t *dropped; /* n_units: units that this step has cut, in this order */
     int32_t *stages;  /* stages of the rank that have units */
     int32_t n_stages;
-    int64_t *computes;  /* index in table->actions of each computation of the rank */
-    int64_t *next_use;  /* of each computation: the stage's next one, or NONE */
-    int64_t *live;      /* of each computation: live elements */
-    int64_t *first_cut; /* of each computation: index of the first cut from here, or NONE. They stand together. */
+    /* By computation of the rank. */
+    int64_t *computes;  /* its index in table->actions */
+    int64_t *next_use;  /* the stage's next computation, or NONE */
+    int64_t *live;      /* live elements during it */
+    int64_t *first_cut; /* index of the first cut from it, or NONE; its cuts stand together */
     int64_t n_computes;
     struct cut *cuts; /* by to */
     int64_t n_cuts;
@@ -254,7 +255,7 @@ static void write_list(const struct plan *plan, int32_t rank, struct pipe_list *
     const struct dsc_pipe_table *table = plan->table;
     int64_t next_cut = 0;
     int64_t j = 0;             /* the next computation */
-    bool are_gathered = false; /* those for j stand in the list */
+    bool are_gathered = false; /* the gathers for j stand in the list */
 
     for (int64_t i = table->begins[rank]; i <= table->begins[rank + 1]; i++) {
         const struct dsc_pipe_action *action = &table->actions[i];

@@ -62,7 +62,7 @@ class _RaggedGroup:
         self.window, self.index = window, index
         self.pool = _C.KvPool(n_blocks)
         self.step: Step | None = None
-        """Of the forward that runs."""
+        """The step of the forward that runs."""
 
     @property
     def n_blocks(self) -> int:

@@ -14,7 +14,7 @@ __all__ = ["BlockedAllocator", "split_kv"]
 
 
 class BlockedAllocator:
-    """Which of ``num_blocks`` blocks are free. It is a pool of the engine (``csrc/infer/blocks.c``) in which each
+    """The free ones of ``num_blocks`` blocks. It is a pool of the engine (``csrc/infer/blocks.c``) in which each
     sequence has one block.
 
     Raises ModelError for fewer than one block.
@@ -24,7 +24,7 @@ class BlockedAllocator:
         if num_blocks < 1:
             raise _wrong(f"num_blocks is {num_blocks}", "ask for one block or more")
         self._pool = _C.KvPool(num_blocks)
-        self._sequences: dict[int, int] = {}  # of the pool, by block
+        self._sequences: dict[int, int] = {}  # a number in the pool, by block
 
     def allocate(self, num_blocks: int) -> torch.Tensor:
         """Takes free blocks. Returns their numbers, int32 [num_blocks].

@@ -32,12 +32,12 @@ class AllocationMode(enum.Enum):
 
 
 class KVCacheType(enum.Enum):
-    """Which tokens a query of some layers sees."""
+    """The tokens that a query of some layers sees."""
 
     DENSE = "dense"
     """All tokens before it."""
     LOCAL = "local"
-    """Those in a window."""
+    """Tokens in a window."""
 
 
 class KVCacheConfig(DeepSpeedConfigModel):
