@@ -69,6 +69,7 @@ def body(
     rank: int, world: int, source: str, name: str, stage: int, options: dict[str, Any], more: dict[str, Any], at: str
 ) -> Any:
     """(losses, weights, the part of the stage that this rank held before the run), without and with ``zero.Init``."""
+    from deepspeed_c.zero import GatheredParameters
     from deepspeed_c.zero.weights.param import state_of
 
     found = []
@@ -86,7 +87,9 @@ def body(
             assert engine.save_16bit_model(os.path.join(at, str(is_sharded)), max_shard_size="50KB")
             engine.save_checkpoint(os.path.join(at, "checkpoint"), tag="two")
             engine.load_checkpoint(os.path.join(at, "checkpoint"))
-            found.append((losses, {bare(key): p.detach().clone() for key, p in module.named_parameters()}, held))
+            with GatheredParameters(module.parameters()):
+                weights = {bare(key): p.detach().clone() for key, p in module.named_parameters()}
+            found.append((losses, weights, held))
     return found
 
 
@@ -101,6 +104,8 @@ def body(
         (4, "sharded model", "llama tied", 2, {}, {}),
         (2, "sharded model", "mixtral", 1, {}, {}),
         (4, "folder", "llama", 1, {}, {"tensor_parallel": {"autotp_size": 2}}),
+        (2, "folder", "llama", 3, {}, {}),
+        (4, "configuration", "llama tied", 3, {}, {}),
     ],
 )
 def test_a_run_has_the_same_bits(tmp_path, world, source, name, stage, options, more):

@@ -15,6 +15,7 @@ import deepspeed_c
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed_c.pipe.topology import PipeModelDataParallelTopology
+from deepspeed_c.zero import GatheredParameters
 from deepspeed_c.zero.weights.param import state_of, whole_of
 from tests.deepspeed_c.pipe.models import VOCABULARY, WIDTH, Block, Embed, layers, loss_fn, micro_batches
 from tests.deepspeed_c.pipe.test_engine import config_of
@@ -81,7 +82,8 @@ def compared(
         with engine_of(net, config) as engine:
             engine.load_checkpoint(os.path.join(folder, str(not is_sharded)))
             losses[is_sharded] += train(engine, STEPS, STEPS + 1)
-            weights[is_sharded] = {name: p.detach().clone() for name, p in net.named_parameters()}
+            with GatheredParameters(net.parameters()):
+                weights[is_sharded] = {name: p.detach().clone() for name, p in net.named_parameters()}
     return (losses[0], weights[0]), (losses[1], weights[1])
 
 
@@ -98,6 +100,10 @@ def compared(
         (4, 2, 1, "edited", True, {}),
         (4, 2, 2, "given", False, {}),
         (4, 4, 2, "tied", True, {}),
+        (2, 2, 3, "tied", False, {}),
+        (4, 2, 3, "tied", False, {"schedule": "zb_v"}),
+        (4, 2, 3, "edited", False, {}),
+        (4, 2, 3, "given", False, {}),
     ],
 )
 def test_a_run_has_the_same_bits_and_loads_the_others_checkpoint(
