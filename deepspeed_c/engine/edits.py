@@ -165,8 +165,10 @@ def _recomputing_peers(context: EditContext) -> Collectives | None:
     """
     if context.config.activation_checkpointing.budget is None:
         return None
-    if _has_fetcher(context) or context.mesh.size(SP) > 1:
+    if context.mesh.size(SP) > 1:
         return context.mesh.comm
+    if _has_fetcher(context):
+        return context.mesh.stage
     return context.mesh.tensors if context.mesh.size(TP) > 1 else None
 
 

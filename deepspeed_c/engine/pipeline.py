@@ -54,12 +54,6 @@ _NO_DATA, _OTHER_SIZE = -1, -2
 def check_pipeline(module: PipelineModule, section: Pipeline, zero: Zero) -> None:
     """Raises before anything is sent if the configuration, or its number of ranks, does not fit the module."""
     n_ranks = module.num_stages
-    if zero.sharding.parameters and zero.offload_param.device != "none":
-        raise FeatureError(
-            "offload_param under a pipeline: weights that lie out of the device are not gathered for a batch yet",
-            where="zero_optimization.offload_param",
-            fix="leave it out; offload_optimizer moves masters and states out of the device",
-        )
     if zero.offload_optimizer.super_offload:
         raise FeatureError(
             "super_offload under a pipeline: gradients are summed at the end of a batch, so that no update can begin"

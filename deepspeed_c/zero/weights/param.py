@@ -518,7 +518,7 @@ def _as_edges(values: Iterable[Any]) -> list[Any]:
     for value in values:
         if isinstance(value, _Released):
             value = gradient_edge(value)
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple)) and not isinstance(value, GradientEdge):
             value = tuple(_as_edges(value))
         edges.append(value)
     return edges

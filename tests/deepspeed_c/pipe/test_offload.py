@@ -241,9 +241,6 @@ def refuse(rank: int, world: int, folder: str) -> dict[str, str]:
             found[what] = f"{type(error).__name__}: {error}"
 
     said("stage 0", config_of("cpu", folder, 0), "cpu")
-    away = config_of("none", folder, 3)
-    away["zero_optimization"]["offload_param"] = {"device": "cpu"}
-    said("weights elsewhere", away, "none")
     ahead = config_of("cpu", folder, 1)
     ahead["zero_optimization"]["offload_optimizer"]["super_offload"] = True
     said("updates ahead", ahead, "cpu")
@@ -258,7 +255,6 @@ def refuse(rank: int, world: int, folder: str) -> dict[str, str]:
 def test_what_cannot_be_is_refused_on_all_ranks(tmp_path: Path) -> None:
     said = {
         "stage 0": ("ConfigError", "shards no states"),
-        "weights elsewhere": ("FeatureError", "offload_param", "offload_optimizer"),
         "updates ahead": ("FeatureError", "super_offload", "at the end of a batch"),
         "optimizer": ("FeatureError", "RMSprop", "cannot lie on NVMe"),
         "no room": ("ConfigError", "no room"),
