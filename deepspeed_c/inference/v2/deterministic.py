@@ -74,24 +74,12 @@ _COUNTS = (
 )
 _ELEMENTS = (
     *("add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "div", "div_", "neg", "abs", "pow", "square", "sqrt"),
-    *(
-        "reciprocal",
-        "clamp",
-        "clamp_",
-        "clamp_min",
-        "clamp_max",
-        "minimum",
-        "maximum",
-        "exp",
-        "tanh",
-        "erf",
-        "cos",
-        "sin",
-    ),
-    *("log", "log1p", "relu", "relu_", "sign", "addcmul"),
+    *("reciprocal", "clamp", "clamp_", "clamp_min", "clamp_max", "minimum", "maximum", "exp", "tanh", "cos", "sin"),
+    *("relu", "relu_", "sign"),
 )
-_ROWS = ("sum", "mean", "var", "linalg_vector_norm", "_softmax", "_log_softmax", "logsumexp", "native_layer_norm")
-_ROW_WISE = frozenset((*_MOVES, *_COUNTS, *_ELEMENTS, *_ROWS, "_fused_rms_norm"))
+_ROWS = ("sum", "mean", "_softmax", "native_layer_norm", "_fused_rms_norm")
+_ROW_WISE = frozenset((*_MOVES, *_COUNTS, *_ELEMENTS, *_ROWS))
+_MULTIPLIED_POWERS = (1, 2, 3)
 _PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 
 
@@ -223,6 +211,8 @@ def _is_row_wise(operator: Any, args: tuple) -> bool:
         return True
     if name in _PRODUCTS:
         return tensors[-1].shape[-2] == 1  # one term: no sum
+    if name == "pow":
+        return not torch.is_tensor(args[1]) and args[1] in _MULTIPLIED_POWERS
     if name == "rsqrt":  # in 16 bits the last elements are rounded twice
         return tensors[0].dtype in (torch.float32, torch.float64)
     return name in _ROW_WISE
