@@ -70,6 +70,7 @@ def test_no_script_is_left_out_of_the_list():
         "run.py",
         "served.py",
         "stream.py",
+        "vllm_cpu.py",
     }
     found = {path for path in (report.ROOT / "benchmarks").rglob("*") if path.suffix in (".py", ".c")}
     scripts = {str(path.relative_to(report.ROOT)) for path in found if path.name not in {*shared, "__init__.py"}}
