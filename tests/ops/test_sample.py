@@ -61,7 +61,9 @@ def test_distribution_of_transformers(n_words, scale, dtype):
             continue  # of equal logits at the bound, transformers keeps those that its sort leaves last
         kept = processed(logits[row], rule, earlier[row])
         assert torch.equal(got[row] > 0, kept > -torch.inf), rule
-        torch.testing.assert_close(got[row], kept.softmax(-1), rtol=0, atol=1e-6, msg=lambda m, rule=rule: f"{rule}{m}")
+        # In float64, because torch's softmax of 128,256 words in float32 is off by 2e-6 on AVX2.
+        exact = kept.double().softmax(-1).float()
+        torch.testing.assert_close(got[row], exact, rtol=0, atol=1e-6, msg=lambda m, rule=rule: f"{rule}{m}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
