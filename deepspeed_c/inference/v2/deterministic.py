@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class Deterministic(TorchFunctionMode):
 def _has_kernel(*tensors: Any) -> bool:
     """Whether the core has operators for these tensors."""
     first = tensors[0]
-    if not torch.is_tensor(first) or first.dtype not in _DTYPES or first.is_cuda:
+    if not torch.is_tensor(first) or first.dtype not in _DTYPES:
         return False
     return all(torch.is_tensor(x) and x.device.type == "cpu" and x.dtype is first.dtype for x in tensors)
 
@@ -158,18 +159,15 @@ def _grouped(
     return y
 
 
-def _activation(act: nn.Act) -> Callable[..., torch.Tensor | None]:
-    def run(input: Any, inplace: bool = False) -> torch.Tensor | None:
-        if not _has_kernel(input) or not input.dim() or not input.shape[-1]:
-            return None
-        found = nn.bias_act(input, None, act)
-        return input.copy_(found) if inplace else found
-
-    return run
+def _activate(act: nn.Act, input: Any, inplace: bool = False) -> torch.Tensor | None:
+    if not _has_kernel(input) or not input.dim() or not input.shape[-1]:
+        return None
+    found = nn.bias_act(input, None, act)
+    return input.copy_(found) if inplace else found
 
 
 def _gelu(input: Any, approximate: str = "none") -> torch.Tensor | None:
-    return _activation("gelu_tanh" if approximate == "tanh" else "gelu")(input)
+    return _activate("gelu_tanh" if approximate == "tanh" else "gelu", input)
 
 
 _OWN: dict[Any, Callable[..., torch.Tensor | None]] = {
@@ -177,8 +175,8 @@ _OWN: dict[Any, Callable[..., torch.Tensor | None]] = {
     torch._C._nn.linear: _linear,
     **dict.fromkeys((torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.addmm, torch.Tensor.addmm), _addmm),
-    **dict.fromkeys((torch.nn.functional.silu,), _activation("silu")),
-    **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid, torch.nn.functional.sigmoid), _activation("sigmoid")),
+    torch.nn.functional.silu: partial(_activate, "silu"),
+    **dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid, torch.nn.functional.sigmoid), partial(_activate, "sigmoid")),
     **dict.fromkeys((torch.nn.functional.gelu, torch._C._nn.gelu), _gelu),
     torch._weight_int8pack_mm: _int8,
     **{

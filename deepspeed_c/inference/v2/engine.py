@@ -40,6 +40,7 @@ FORMAT = 1
 _MOST_TOKENS = (1 << 31) - 1
 # Lengths of the two sequences that a model is tried with, each in two pieces.
 _TRIED = (5, 3)
+_PIECES = (slice(0, 2), slice(2, None))
 # More rows than few_rows multiplies by itself, and a few.
 _TRIED_BITS = (37, 3)
 
@@ -277,13 +278,9 @@ class InferenceEngineV2:
                 where=where,
                 fix="use deepspeed_c.init_inference and generate",
             )
-        rng = torch.Generator().manual_seed(0)
-        sequences = [torch.randint(0, self._words, (n,), generator=rng) for n in _TRIED]
+        sequences = self._draw_texts(_TRIED)
         try:
-            cache = kv.ragged.RaggedCache(self._module.config, sum(map(blocks_of, _TRIED)))
-            known = [DSSequenceDescriptor(uid, cache.open(), cache) for uid in range(len(sequences))]
-            for piece in (slice(0, 2), slice(2, None)):
-                found = self._forward(cache, known, [each[piece] for each in sequences])
+            found, cache = self._run_pieces(sequences, _PIECES)
             with torch.no_grad():
                 alone = [self._host(input_ids=each[None].to(self._host.device)).logits[0, -1] for each in sequences]
         except (NeedsOwnCache, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
@@ -305,23 +302,25 @@ class InferenceEngineV2:
         keys = [each for layer in cache.layers for each in (layer.keys, layer.values)]
         return sum(each[0].numel() * each.itemsize for each in keys)
 
+    def _draw_texts(self, lengths: Sequence[int]) -> list[torch.Tensor]:
+        rng = torch.Generator().manual_seed(0)
+        return [torch.randint(0, self._words, (n,), generator=rng) for n in lengths]
+
+    def _run_pieces(self, texts: Sequence[torch.Tensor], pieces: Sequence[slice]) -> tuple[torch.Tensor, Any]:
+        """(logits of the last tokens, the cache) of new sequences, a forward for each piece of all of them."""
+        cache = kv.ragged.RaggedCache(self._module.config, sum(blocks_of(len(text)) for text in texts))
+        known = [DSSequenceDescriptor(uid, cache.open(), cache) for uid in range(len(texts))]
+        for piece in pieces:
+            logits = self._forward(cache, known, [text[piece] for text in texts])
+        return logits, cache
+
     def _compare_bits(self) -> None:
         """Raises FeatureError where an operator of the model, or the bits of two sequences, depend on the company."""
-        rng = torch.Generator().manual_seed(1)
-        texts = [torch.randint(0, self._words, (n,), generator=rng) for n in _TRIED_BITS]
-        family = type(self._module).__name__
-
-        def run(rows: Sequence[int], pieces: Sequence[slice]) -> torch.Tensor:
-            cache = kv.ragged.RaggedCache(self._module.config, sum(map(blocks_of, _TRIED_BITS)))
-            known = [DSSequenceDescriptor(row, cache.open(), cache) for row in rows]
-            for piece in pieces:
-                found = self._forward(cache, known, [texts[row][piece] for row in rows])
-            return found
-
+        texts, family = self._draw_texts(_TRIED_BITS), type(self._module).__name__
         with require_row_wise(family):
-            alone = [run([row], [slice(None)])[0] for row in range(len(texts))]
-        together = run(range(len(texts)), [slice(0, 2), slice(2, None)])
-        n_other = int((together != torch.stack(alone)).sum())
+            alone = [self._run_pieces([text], [slice(None)])[0] for text in texts]
+        together, _ = self._run_pieces(texts, _PIECES)
+        n_other = int((together != torch.cat(alone)).sum())
         if n_other:
             raise FeatureError(
                 f"{n_other} of {together.numel()} logits of {family} have other bits alone than in one forward",
