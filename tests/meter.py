@@ -6,7 +6,6 @@ process of the command line) adds them up.
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -25,11 +24,9 @@ __all__ = ["register", "touched_files"]
 SHOWN_SECONDS = 60.0
 """Runs below it end without a table."""
 N_DEAREST = 10
-LISTED, FAILING = 2.0, 8.0
-"""A function without a line is listed if it costs ``LISTED * costs.FUNCTION_SECONDS``, and fails continuous integration
-if it costs ``FAILING`` times as much. Processors differ, and a function must not be above the limit on one of two. On a
-machine with four times as much work as processors, functions of 7 and 9 s that were the first to import much of
-transformers cost 22 and 26 s.
+LISTED = 2.0
+"""A function without a line is listed if it costs ``LISTED * costs.FUNCTION_SECONDS``. No cost fails a run: processors
+differ, and a function of 41 s on one whose limit was 40 s once failed a run with 12,777 passed tests.
 """
 N_FUNCTIONS = 20
 """With fewer measured functions of `costs.tsv`, the speed of this processor is not known."""
@@ -141,16 +138,13 @@ class Report:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Writes the table of ``--costs``. In continuous integration, functions without a line fail the session."""
+        """Writes the table of ``--costs``, or finds the functions without a line."""
         if self._meter is not None:
             self._add(self._meter.seconds, self._meter.kinds)
         if self._table is not None:
             costs.write(self._table, self._seconds)
         elif not self._config.getoption("--full"):
             self._missing = missing(self._seconds, costs.read())
-        is_sure = any(cost > FAILING * costs.FUNCTION_SECONDS for cost, _ in self._missing)
-        if is_sure and os.environ.get("CI") and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._missing:
