@@ -13,6 +13,7 @@ from pathlib import Path
 from deepspeed_c import _C
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.pipe.gathers import GRADIENTS, UnitGathers, unit_gathers
 from deepspeed_c.pipe.schedule import SCHEDULES, Cost, Outcome, StageUnit, make_table, simulate, traits_of, with_gathers
 
 __all__ = ["as_svg", "as_text", "main"]
@@ -24,6 +25,7 @@ What each rank of a pipeline does when, by a schedule: idle time, what ranks hol
   deepspeed_c pipe show --schedule interleaved --stages 4 --virtual 2 --micro-batches 8 --svg interleaved.svg
   deepspeed_c pipe show --schedule 1f1b --stages 2 --micro-batches 4 --actions      every action, with messages
   deepspeed_c pipe show --schedule interleaved --stages 2 --virtual 2 --micro-batches 4 --unit-elements 5,3 --max-live 8
+  deepspeed_c pipe show --schedule 1f1b --stages 2 --micro-batches 4 --unit-elements 5,3/4,4,2 --max-live 5     by stage
 """
 
 _COLUMNS = 160  # characters of a timeline as text
@@ -55,24 +57,30 @@ def main(argv: Sequence[str]) -> int:
     traits = traits_of(options.schedule, "--schedule")
     n_virtual = traits.min_virtual if options.virtual is None else options.virtual
     table = make_table(options.schedule, options.stages, n_virtual, options.micro_batches, "deepspeed_c pipe show")
-    for name in ("forward", "input", "weight", "transfer", "gather", "ahead"):
+    for name in ("forward", "input", "weight", "transfer", "gather", "ahead", "prefetch"):
         if getattr(options, name) < 0:
             raise ConfigError(f"{getattr(options, name)} is negative", where=f"--{name}", fix="write a number >= 0")
     costs = [Cost(*(round(ms * 1e6) for ms in (options.forward, options.input, options.weight)))] * len(table.rank_of)
     transfer_ns = round(options.transfer * 1e6)
     outcome = simulate(table, costs, transfer_ns)
     bare_ns = outcome.makespan_ns
+    plans: list[UnitGathers] = []
     if options.unit_elements is not None:
-        table = with_gathers(table, _units(options, table), options.max_live, ahead=options.ahead, where="--max-live")
-        outcome = simulate(table, costs, transfer_ns)
+        units = _units(options, table)
+        plans = [unit_gathers(table, r, units, options.max_live, options.prefetch) for r in range(table.n_ranks)]
+        if options.max_live is None or options.max_live >= _largest_stage(units):
+            table = with_gathers(table, units, options.max_live, ahead=options.ahead, where="--max-live")
+            outcome = simulate(table, costs, transfer_ns)
     elif options.max_live is not None:
         raise ConfigError("there are no units", where="--max-live", fix="write --unit-elements as well")
     if options.json:
-        print(json.dumps(_as_json(options.schedule, table, outcome)))
+        print(json.dumps(_as_json(options.schedule, table, outcome, plans)))
     else:
         print(as_text(options.schedule, table, outcome))
         if table.units:
             print(f"without gathers: {bare_ns / 1e6:.3f} ms")
+        if plans:
+            print("\n".join(_plan_lines(plans, _largest_stage(units), has_table=bool(table.units))))
     if options.actions:
         for rank in range(table.n_ranks):
             print(f"rank {rank}: {' '.join(_C.pipe_format(action) for action in table.actions(rank))}")
@@ -87,21 +95,50 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _units(options: argparse.Namespace, table: _C.PipeTable) -> list[StageUnit]:
-    """The units of ``--unit-elements`` for each stage. Each takes its part of ``--gather``."""
+    """The units of ``--unit-elements``. Each takes its part of ``--gather``, the time of its stage's units."""
+    n_stages = len(table.rank_of)
+    lists = options.unit_elements.split("/")
     try:
-        sizes = [int(word) for word in options.unit_elements.split(",")]
+        sizes = [[int(word) for word in text.split(",") if text] for text in lists]
     except ValueError:
         sizes = []
-    if not sizes or min(sizes) < 1:
+    if not any(sizes) or min(size for of_stage in sizes for size in of_stage) < 1:
         raise ConfigError(
             f"{options.unit_elements!r} is no list of sizes",
             where="--unit-elements",
-            fix="write positive integers with commas, as 5,3",
+            fix="write positive integers with commas, as 5,3, and a slash between stages that differ, as 5,3/4",
         )
-    times = [round(options.gather * 1e6 * size / sum(sizes)) for size in sizes]
+    if len(sizes) not in (1, n_stages):
+        raise ConfigError(
+            f"{options.unit_elements!r} has the units of {len(sizes)} stages, and there are {n_stages}",
+            where="--unit-elements",
+            fix="write one list for all stages, or one for each",
+        )
     return [
-        StageUnit(stage, size, ns) for stage in range(len(table.rank_of)) for size, ns in zip(sizes, times, strict=True)
+        StageUnit(stage, size, round(options.gather * 1e6 * size / sum(of_stage)))
+        for stage, of_stage in enumerate(sizes if len(sizes) > 1 else sizes * n_stages)
+        for size in of_stage
     ]
+
+
+def _largest_stage(units: Sequence[StageUnit]) -> int:
+    """The most elements of all units of a stage."""
+    return max(sum(unit.numel for unit in units if unit.stage == stage) for stage in {unit.stage for unit in units})
+
+
+def _plan_lines(plans: Sequence[UnitGathers], largest_stage: int, *, has_table: bool) -> list[str]:
+    lines = [
+        "an engine gathers single units within a computation, at most:",
+        *(
+            f"rank {rank:>3}  {sum(plan.n_gathers)} gathers of {plan.gathered_elements} elements, for each unit"
+            f" {' '.join(map(str, plan.n_gathers))}; at most {plan.peak_elements} live"
+            for rank, plan in enumerate(plans)
+        ),
+        GRADIENTS,
+    ]
+    if not has_table:
+        lines.insert(0, f"gathers of whole stages do not fit: one needs {largest_stage} live elements")
+    return lines
 
 
 def _numels(table: _C.PipeTable) -> dict[tuple[int, int], int]:
@@ -281,7 +318,7 @@ def _weights_parts(table: _C.PipeTable, outcome: Outcome, rank: int, y: int, sca
     return parts
 
 
-def _as_json(name: str, table: _C.PipeTable, outcome: Outcome) -> dict:
+def _as_json(name: str, table: _C.PipeTable, outcome: Outcome, plans: Sequence[UnitGathers]) -> dict:
     return {
         "schedule": name,
         "n_stages": len(table.rank_of),
@@ -294,6 +331,7 @@ def _as_json(name: str, table: _C.PipeTable, outcome: Outcome) -> dict:
                 "busy_ns": outcome.busy_ns[rank],
                 "peak_live": outcome.peak_live[rank],
                 **(_weights_json(outcome, rank) if table.units else {}),
+                **({"engine": plans[rank]._asdict()} if plans else {}),
                 "actions": [_C.pipe_format(action) for action in table.actions(rank)],
                 "spans_ns": outcome.spans[rank],
             }
@@ -321,10 +359,16 @@ def _parser() -> argparse.ArgumentParser:
     ):
         parser.add_argument(f"--{name}", type=float, default=1.0, help=f"ms of {what}")
     parser.add_argument("--transfer", type=float, default=0.0, help="ms that a message takes")
-    parser.add_argument("--unit-elements", help="sizes of each stage's units of weights, as 5,3: shows their gathers")
+    parser.add_argument(
+        "--unit-elements",
+        help="sizes of the units of weights, as 5,3 for each stage, or 5,3/4 for two stages: shows their gathers",
+    )
     parser.add_argument("--max-live", type=int, help="the most elements of live units on a rank; by default no limit")
     parser.add_argument("--gather", type=float, default=0.0, help="ms that a gather of all units of a stage takes")
     parser.add_argument("--ahead", type=int, default=1, help="computations that a gather precedes its use by, at most")
+    parser.add_argument(
+        "--prefetch", type=int, default=0, help="elements that an engine gathers ahead (stage3_prefetch_bucket_size)"
+    )
     parser.add_argument("--actions", action="store_true", help="list every rank's actions too, with messages")
     parser.add_argument("--svg", help="write the timeline to this file as well")
     parser.add_argument("--json", action="store_true", help="print numbers and actions as JSON")

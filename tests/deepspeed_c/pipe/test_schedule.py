@@ -86,7 +86,7 @@ def test_show(capsys, tmp_path):
         (["--stages", "2", "--micro-batches", "2", "--svg", "/nowhere/x.svg"], "/nowhere/x.svg"),
         (["--stages", "2", "--micro-batches", "2", "--max-live", "7"], "--unit-elements"),
         (["--stages", "2", "--micro-batches", "2", "--unit-elements", "5,x"], "no list of sizes"),
-        (["--stages", "2", "--micro-batches", "2", "--unit-elements", "5,3", "--max-live", "7"], "needs 8 live"),
+        (["--stages", "2", "--micro-batches", "2", "--unit-elements", "5,3", "--max-live", "4"], "has 5 elements"),
         (["--stages", "2", "--micro-batches", "2", "--unit-elements", "5", "--ahead", "-1"], "--ahead"),
     ],
 )
