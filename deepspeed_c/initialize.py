@@ -11,7 +11,7 @@ import torch
 from deepspeed_c import lr_schedules
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm import init_distributed, is_initialized
-from deepspeed_c.comm.axes import DATA, SP, TOKENS, TP
+from deepspeed_c.comm.axes import DATA, SP, TOKENS, TP, WITHIN_STAGE
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.comm import configure
 from deepspeed_c.comm.mesh import Mesh, mesh_of_device_mesh, mesh_of_mpu, mesh_of_pair
@@ -45,7 +45,8 @@ from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
 from deepspeed_c.zero.weights.code_layers import check_layers
-from deepspeed_c.zero.weights.init import Init, materialize
+from deepspeed_c.zero.weights.init import Init, materialize, store_whole
+from deepspeed_c.zero.weights.param import whole_of
 from deepspeed_c.zero.weights.wrappers import check_wrappers
 
 __all__ = ["initialize"]
@@ -158,11 +159,13 @@ def initialize(
         why_plain=need_of_plain_weights(mesh, settings.tensor_parallel, settings.hybrid_engine),
     )
     sharding = settings.zero.sharding
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        if sharding.parameters:  # shard by shard
-            Init(module=model, config_dict_or_path=source, data_parallel_group=mesh.tokens.group)
-        else:
-            materialize(model, device)
+    is_meta = any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    if pipeline is not None:  # the layers of other stages may be on other devices
+        is_meta = any(comm.gather_numbers(int(is_meta), label="parameters on the meta device"))
+    if is_meta and sharding.parameters:  # shard by shard
+        _fill_shards(model, mesh, source)
+    elif is_meta:
+        materialize(model, device)
     if not sharding.parameters:
         gather_for_good(model)
     _bring_model(model, device, settings.zero.offload_param)
@@ -203,6 +206,29 @@ def initialize(
         undo.pop_all()
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler
+
+
+def _fill_shards(model: torch.nn.Module, mesh: Mesh, source: GivenConfig) -> None:
+    """Gives values to a model on the meta device, and leaves each rank its shards alone. Ranks with the same weights
+    get the same values. Collective."""
+    is_cut = any(map(_is_part, model.parameters()))
+    if isinstance(model, PipelineModule):  # layers of other stages may be cut
+        is_cut = any(mesh.comm.gather_numbers(int(is_cut), label="cut parameters"))
+    # Tensor-parallel ranks have the same weights until the engine cuts them, but not if the program has cut the layers.
+    group = mesh.process_group(*(TOKENS if is_cut else WITHIN_STAGE))
+    Init(module=model, config_dict_or_path=source, data_parallel_group=group)
+    for name, param in model.named_parameters() if is_cut and mesh.size(TP) > 1 else ():
+        if not _is_part(param):
+            whole = whole_of(param)
+            mesh.tensors.broadcast(whole, 0, label=name)
+            store_whole(param, whole)
+    if isinstance(model, PipelineModule):
+        model.share_tied(mesh)
+
+
+def _is_part(param: torch.nn.Parameter) -> bool:
+    """Whether the program has cut ``param`` over tensor-parallel ranks."""
+    return bool(getattr(param, "tensor_model_parallel", False))
 
 
 def _is_cut(tensors: TensorParallel, hybrid: HybridEngine) -> bool:

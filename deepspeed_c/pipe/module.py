@@ -154,7 +154,8 @@ class PipelineModule(torch.nn.Module):
         self._seed_layers, self._seed_fn, self._base_seed = seed_layers, seed_fn or set_random_seed, base_seed
         if not is_initialized():
             init_distributed()
-        self.mesh, self._topology = _lay_out_ranks(num_stages, topology)
+        with torch.device("cpu"):  # layers may be built on another device, such as "meta"
+            self.mesh, self._topology = _lay_out_ranks(num_stages, topology)
         n_ranks = self.num_stages = self.mesh.size(PP)
         self.stage_id = self.mesh.index(PP)
         n_least = max(traits.min_micro_batches_per_rank * n_ranks, 1)
@@ -178,7 +179,9 @@ class PipelineModule(torch.nn.Module):
             for index in self._own_layers():
                 self._build(index)
         self._mark_tied()
-        self._share_tied(context)
+        if context is not None:
+            context.shard_edited(keep=True)
+            self.share_tied(self._mesh_of_shards(context.local))
 
     def ranks_of_layers(self, local: LocalTransport) -> Collectives:
         """The ranks that hold the same layers, or the same parts of them: ``zero.Init`` shards over these. local: the
@@ -239,15 +242,13 @@ class PipelineModule(torch.nn.Module):
             if state_of(param).comm.world_size == n_ranks > mesh.tokens.world_size:
                 shard_anew(param, mesh.tokens, is_kept=self.stage_id in of)
 
-    def _share_tied(self, context: Init | None) -> None:
+    def share_tied(self, mesh: Mesh) -> None:
         """Gives sharded weights of tied layers the values of the first stage with the key. Collective over the ranks of
         these stages. (The engine does it for whole weights.)
+
+        mesh: has the same pipelines.
         """
         tied = {key: ranks for key, ranks in self.tied_ranks().items() if len(ranks) > 1}
-        if context is None or not tied:
-            return
-        context.shard_edited(keep=True)
-        mesh = self._mesh_of_shards(context.local)
         mesh.connect_some(sorted(set(tied.values())), PP, *TOKENS)
         for key, ranks in tied.items():  # in one order on all ranks
             module = self._tied_module(key)

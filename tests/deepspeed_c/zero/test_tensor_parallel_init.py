@@ -105,3 +105,44 @@ def test_a_model_cut_by_hand_is_sharded_over_the_ranks_with_the_same_part(n_data
     for got in run_ranks(2 * n_data, hand_body):
         for name, param in model.named_parameters():
             torch.testing.assert_close(got[name], param.detach(), rtol=1e-4, atol=1e-6)
+
+
+class Drawn(nn.Module):
+    """A layer whose weight is cut by hand beside one that all ranks have whole. Both draw their values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.part = nn.Parameter(torch.empty(WIDTH, 3)), nn.Parameter(torch.empty(INNER, WIDTH))
+        self.part.tensor_model_parallel, self.part.partition_dim, self.part.partition_stride = True, 0, 1
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.norm)
+        nn.init.normal_(self.part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.part.t()).square().mean() + (x @ self.norm).square().mean()
+
+
+def drawn_body(rank: int, world: int, how: str) -> dict[str, torch.Tensor]:
+    """The weights that ``initialize`` gives a model on the meta device; ranks draw different numbers."""
+    torch.manual_seed(rank)
+    config = make_config(2 if how == "llama" else 1, 3)
+    with torch.device("meta"):
+        model = Drawn() if how == "by hand" else make("llama")
+    mpu = None
+    if how == "by hand":
+        mpu, config["tensor_parallel"] = Mpu(2), {}
+    with deepspeed_c.initialize(model=model, config=config, mpu=mpu)[0] as engine:
+        return logical(engine)
+
+
+@pytest.mark.parametrize("n_data", [1, 2])
+@pytest.mark.parametrize("how", ["llama", "by hand"])
+def test_ranks_of_a_model_on_the_meta_device_share_what_is_whole_and_draw_their_own_parts(how: str, n_data: int):
+    outcome = run_ranks(2 * n_data, drawn_body, how, preload="tests.deepspeed_c.inject.preload")
+    for rank, found in enumerate(outcome):  # `logical` compares the ranks of a model
+        for name, value in found.items():
+            assert torch.equal(value, outcome[0][name]), f"rank {rank}, {name}: {value} and {outcome[0][name]}"
+    if how == "by hand":
+        first, second = outcome[0]["part"].chunk(2)
+        assert not torch.equal(first, second), first
