@@ -179,9 +179,7 @@ class PipelineModule(torch.nn.Module):
             for index in self._own_layers():
                 self._build(index)
         self._mark_tied()
-        if context is not None:
-            context.shard_edited(keep=True)
-            self.share_tied(self._mesh_of_shards(context.local))
+        self._share_tied(context)
 
     def ranks_of_layers(self, local: LocalTransport) -> Collectives:
         """The ranks that hold the same layers, or the same parts of them: ``zero.Init`` shards over these. local: the
@@ -241,6 +239,12 @@ class PipelineModule(torch.nn.Module):
         for param, of in holders.values():
             if state_of(param).comm.world_size == n_ranks > mesh.tokens.world_size:
                 shard_anew(param, mesh.tokens, is_kept=self.stage_id in of)
+
+    def _share_tied(self, context: Init | None) -> None:
+        """``share_tied`` within an open ``zero.Init``."""
+        if context is not None:
+            context.shard_edited(keep=True)
+            self.share_tied(self._mesh_of_shards(context.local))
 
     def share_tied(self, mesh: Mesh) -> None:
         """Gives sharded weights of tied layers the values of the first stage with the key. Collective over the ranks of
