@@ -244,24 +244,12 @@ class RecordedPlan(Driver):
             del self._modes[k]
         self._begin(_BackwardPass(mode, route, task), is_backward=True, expects_grads=task is None)
 
-    def begin_batch(self, key: Any, first_steps: Callable[[], list[int]]) -> None:
-        """Begins a pass that is a whole batch of a pipeline, with many forwards and backwards (``BatchPlan``).
-
-        key: of the plan. first_steps: returns the expected order of units in the first such pass.
-        """
-        with self.fetcher.lock:
-            self._drop_pass()
-            self._begin(_Pass(self._mode_of(key, first_steps)), is_backward=False, expects_grads=False)
-
-    def end_batch(self) -> None:
-        """Ends the pass of ``begin_batch``: runs the rest of its plan. Collective."""
-        with self.fetcher.lock:
-            n = len(self.fetcher.groups)
-            self._end(lambda: [False] * n, -1)
-            self.rest()
+    def begin_batch(self) -> None:
+        """Called when ``BatchPlan`` begins to decide. Drops a pass that has not ended."""
+        self._drop_pass()
 
     def turn(self, *, is_backward: bool) -> None:
-        """Called within the pass of ``begin_batch`` when one of its backwards begins or has ended."""
+        """Called within a batch when one of its backwards begins or has ended."""
         fetcher = self.fetcher
         with fetcher.lock:
             self._let_held_go()
