@@ -604,6 +604,14 @@ class PipelineEngine(TrainingHost):
 
     save_fp16_model = save_model = save_16bit_model
 
+    def get_deepcompile_backend(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise FeatureError(
+            "deepcompile edits the graphs of one forward and its backward, and a pipeline's rank runs those of several"
+            " micro-batches in turn",
+            where="PipelineEngine.compile with compile.deepcompile",
+            fix='set "compile": {"deepcompile": false}: engine.compile() then compiles each layer by itself',
+        )
+
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise FeatureError(
             "generation needs all layers, and this rank has those of its stages",

@@ -328,6 +328,15 @@ class PipelineModule(torch.nn.Module):
             return module if spec.forward_fn is None else partial(spec.forward_fn, module)
         return self._modules.get(str(index), spec)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles each of this rank's layers by itself, in place, with ``torch.compile``. The arguments are those of
+        ``torch.nn.Module.compile``. Functions among the layers, and the ``forward_fn`` of tied layers, run as they are.
+        """
+        for index in self._own_layers():
+            layer = self._layer(index)
+            if isinstance(layer, torch.nn.Module):
+                layer.compile(*args, **kwargs)
+
     def lie_on(self, mesh: Mesh) -> None:
         """Takes ``mesh``, which has the same pipelines. Its tensor-parallel ranks lie within stages from now on."""
         if mesh.size(TP) != max(1, self._topology.get_dim("model")):
