@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from deepspeed_c.command_line import command_parser
-from deepspeed_c.errors import ConfigError
+from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.pipe import PipelineModule
+from deepspeed_c.plan import pipeline
 from deepspeed_c.plan.activations import ForwardShape
 from deepspeed_c.plan.generation import GenerationShape
 from deepspeed_c.plan.inference import plan_inference
 from deepspeed_c.plan.memory import Activations
 from deepspeed_c.plan.picture import draw
+from deepspeed_c.plan.pipeline import plan_pipeline
 from deepspeed_c.plan.script import find_model
 from deepspeed_c.plan.sizes import guess_layers, stack_of
 from deepspeed_c.plan.table import as_json, as_text, plan_table
@@ -83,9 +87,15 @@ def main(argv: Sequence[str]) -> int:
         "rates": _rates(options.rates),
     }
     if script:
-        found = find_model(script, arguments, n_ranks)
+        find = partial(find_model, script, arguments, n_ranks)
+        found = find(rank=0)
         source = options.config if options.config is not None else found.read_source()
         _require_config(source, f"--config, or {script}")
+        if isinstance(found.model, PipelineModule):
+            _refuse_for_pipelines(options)
+            plan = plan_pipeline(lambda rank: find(rank=rank), found, source, n_ranks, **shared)
+            print(json.dumps(pipeline.as_json(plan)) if options.json else pipeline.as_text(plan))
+            return 0
         table = plan_table(
             source,
             n_ranks,
@@ -108,6 +118,16 @@ def main(argv: Sequence[str]) -> int:
         _write_svg(options.svg, table.options)
     print(json.dumps(as_json(table)) if options.json else as_text(table))
     return 0
+
+
+def _refuse_for_pipelines(options: argparse.Namespace) -> None:
+    for name in ("batch", "generate", "device_memory"):
+        if getattr(options, name) is not None:
+            raise FeatureError(
+                "it plans a whole model, and the model is a PipelineModule",
+                where=f"--{name.replace('_', '-')}",
+                fix="leave it out; --activations adds bytes to each stage",
+            )
 
 
 def _plan_inference(options: argparse.Namespace, parser: argparse.ArgumentParser, script: str) -> int:

@@ -30,6 +30,7 @@ from deepspeed_c.engine.shard import make_reducer
 from deepspeed_c.offload.place import groups_in_file, placement_of, store_states, store_weights
 from deepspeed_c.offload.swap import Swapper, SwapSettings
 from deepspeed_c.ops.q8 import BLOCK_ELEMS
+from deepspeed_c.plan.batch import BatchGathers, PipelineBatch
 from deepspeed_c.plan.book import Book, Phase
 from deepspeed_c.plan.generation import GenerationMoment
 from deepspeed_c.plan.outline import outline_of
@@ -47,7 +48,8 @@ from deepspeed_c.zero.weights.hooks import ModuleHooks
 
 __all__ = ["KINDS", "PHASES", "Activations", "LeasePlan", "MemoryPlan", "Offload", "plan_memory"]
 
-PHASES = ("initialize", "forward", "backward", "step", "generate")
+PHASES = ("initialize", "forward", "backward", "batch", "step", "generate")
+"""In order. A pipeline has "batch" in place of "forward" and "backward", which alternate there."""
 
 WEIGHTS = "weights"
 MASTERS = "master weights"
@@ -184,6 +186,7 @@ class MemoryPlan(NamedTuple):
     largest_unit_bytes: int
     window_elems: int  # most elements that training gathers at the same time; 0 below stage 3
     lease: LeasePlan | None = None  # None if no weights are sharded
+    batch: BatchGathers | None = None  # of a pipeline whose weights are sharded
 
     @property
     def peak(self) -> Phase:
@@ -257,6 +260,7 @@ def plan_memory(
             0 if unit is None else unit.bucket_bytes(index),
             window_elems,
             walk.lease,
+            walk.batch,
         )
 
 
@@ -285,7 +289,8 @@ class _Walk:
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
         self._is_host = is_host
         self._sharding = config.zero.sharding
-        self._model, groups = outline_of(sizes, lambda n_bytes: book.take(INCOMING, n_bytes))
+        self._model, groups = outline_of(sizes, self._take_gradients)
+        self._pipeline = None if sizes.pipeline is None else PipelineBatch(self._model, sizes.pipeline)
         self._precision = Precision(config, self._model)
         placement = placement_of(
             offload.optimizer,
@@ -295,9 +300,11 @@ class _Walk:
             buffer_elems=config.zero.offload_param.buffer_size,
         )
         scratch = BufferPool(count=book.counter(SCRATCH))
-        self._comm = comm = PretendedRanks(n_ranks * sizes.n_tensor, scratch, _transport(config.comm, is_host=is_host))
+        n_pipeline = 1 if sizes.pipeline is None else sizes.pipeline.n_ranks
+        n_all = n_ranks * sizes.n_tensor * n_pipeline
+        self._comm = comm = PretendedRanks(n_all, scratch, _transport(config.comm, is_host=is_host))
         data_first = config.use_data_before_expert_parallelism
-        mesh = pretended_mesh(comm, config.zero, sizes.n_tensor, data_first=data_first)
+        mesh = pretended_mesh(comm, config.zero, sizes.n_tensor, data_first=data_first, n_pipeline=n_pipeline)
         self._at_end = at_end
         at_end.callback(mesh.close)
         check_experts(self._model, mesh)
@@ -318,6 +325,7 @@ class _Walk:
         self._size_of = {p.name: p for p in sizes.params}
         placed = {slot.name for unit in (*self._trained, *self._frozen) for slot in unit.slots}
         self._cast = [p for p in sizes.params if p.name not in placed]  # parameters outside units
+        self.batch: BatchGathers | None = None
         self._has_state = False
         self._states: dict[tuple[Unit, int], list[Tagged]] = {}  # states in the swap file
         self._reducer: GradientReducer | None = None
@@ -340,8 +348,20 @@ class _Walk:
         """The buckets in the order in which an optimizer updates them."""
         return list(reversed(self.buckets))
 
+    def _take_gradients(self, n_bytes: int) -> None:
+        if torch.autograd._is_checkpoint_valid():  # not so in a half of a split backward, see ``_forget_gradient``
+            self.book.take(INCOMING, n_bytes)
+
     def _forget_gradient(self, slot: Slot) -> Callable[[torch.Tensor], None]:
-        return lambda _: self.book.free(INCOMING, slot.numel * slot.unit.dtype.itemsize)
+        n_bytes = slot.numel * slot.unit.dtype.itemsize
+
+        def forget(_: torch.Tensor) -> None:
+            # The second half of a split backward computes the gradients of a module's parameters one by one.
+            if not torch.autograd._is_checkpoint_valid():
+                self.book.take(INCOMING, n_bytes)
+            self.book.free(INCOMING, n_bytes)
+
+        return forget
 
     def _place_of(self, unit: Unit) -> str | None:
         """The place of a unit's states if they stay on the device although other units are offloaded (``ratio``); None
@@ -492,7 +512,13 @@ class _Walk:
                 pass
 
     def window(self, activations: Activations) -> None:
-        """Run the micro-batches of one step, as many as differ in their memory."""
+        """Run the micro-batches of one step, as many as differ in their memory; of a pipeline all, as its table says."""
+        if self._pipeline is not None and self._reducer is not None:
+            self.book.begin("batch", activations.held("backward"))
+            self.batch = self._pipeline.run(self.fetcher, self._reducer)
+            self.book.begin("step")
+            self.step()
+            return
         n = 2 if self._optimizer is not None and (self._config.gradient_accumulation_steps or 1) > 1 else 1
         for i in range(n):
             self.book.begin("forward", activations.held("forward"))

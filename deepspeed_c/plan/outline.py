@@ -43,8 +43,11 @@ class Outline(torch.nn.Module):
         params = list(self._parameters.values())
         trained = [p for p in params if p.requires_grad]
         if trained or (params and x.requires_grad):
-            # The backward of an operator reads the weights only if the input needs a gradient.
-            read = [p for p in reversed(params) if state_of(p) is not None] if x.requires_grad else []
+            # The backward of an operator reads the weights only if the input needs a gradient, and no bias.
+            read = []
+            if x.requires_grad:
+                named = reversed(self._parameters.items())
+                read = [p for name, p in named if state_of(p) is not None and name != "bias"]
             n_bytes = sum(p.nbytes for p in trained)
             for group in [[p] for p in trained] or [[]]:  # gradients come one by one, the last parameter's first
                 x = _Use.apply(x, *group)

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.distributed_c10d import _world
 
 from deepspeed_c.buffers import BufferPool, ordinary_memory
+from deepspeed_c.comm.axes import DP_SHARD, PP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.ledger import Ledger
 from deepspeed_c.comm.mesh import Mesh
@@ -119,10 +120,15 @@ class PretendedRanks(Collectives):
         """The sum if all ranks have the same numbers."""
         return [float(number) * self.world_size for number in numbers]
 
+    def gather_objects(self, value: Any, *, label: str = "") -> list[Any]:
+        """The objects of all ranks if they have equal ones."""
+        return [value] * self.world_size
 
-def pretended_mesh(comm: PretendedRanks, zero: Zero, n_tensor: int, *, data_first: bool) -> Mesh:
-    """The mesh of these ranks as ``initialize`` makes it. ``n_tensor``: of them, that hold the model together."""
-    mesh = Mesh(comm, connect=comm.along)
+
+def pretended_mesh(comm: PretendedRanks, zero: Zero, n_tensor: int, *, data_first: bool, n_pipeline: int = 1) -> Mesh:
+    """The mesh of these ranks as ``initialize`` makes it. ``n_tensor``: of them, that hold the model together.
+    ``n_pipeline``: of them, that hold the stages of a pipeline."""
+    mesh = Mesh(comm, {PP: n_pipeline, DP_SHARD: comm.world_size // n_pipeline}, connect=comm.along)
     mesh = mesh_of_config(zero, mesh if n_tensor == 1 else mesh.split_tensors(n_tensor))
     mesh.place_experts(data_first=data_first)
     return mesh

@@ -16,6 +16,7 @@ from typing_extensions import Self
 from deepspeed_c.config.source import CONFIG_ARGUMENTS, GivenConfig, source_of_engine
 from deepspeed_c.errors import FeatureError, ModelError
 from deepspeed_c.pipe import PipelineModule
+from deepspeed_c.pipe import module as pipe_module
 from deepspeed_c.script import StopScript, line_of, run_script
 from deepspeed_c.zero.weights import init as partition_parameters
 
@@ -49,17 +50,18 @@ class _Reached(StopScript):
         self.found = found
 
 
-def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
-    """Runs ``script`` as rank 0 of ``n_ranks`` until it calls ``deepspeed_c.initialize``. Its process group sends
-    nothing.
+def find_model(script: str, arguments: Sequence[str], n_ranks: int, *, rank: int | None = None) -> Found:
+    """Runs ``script`` as ``rank`` of ``n_ranks`` until it calls ``deepspeed_c.initialize``. Its process group sends
+    nothing. rank: of the process group, which decides which layers a PipelineModule has; None: rank 0, and a
+    PipelineModule is refused.
 
     Tensors are made on the meta device and moving a module between devices does nothing, so that no memory is taken.
     Raises ModelError if there is no such file, or if the script ends before it calls initialize, or fails on tensors
-    without data. Raises FeatureError if it makes a PipelineModule.
+    without data. Raises FeatureError for a PipelineModule that is refused.
     """
     notes = {"is_sharded": False}
     try:
-        with _stand_ins(notes, n_ranks):
+        with _stand_ins(notes, n_ranks, rank):
             run_script(script, arguments, n_ranks, 29500, _stopping(notes))
     except _Reached as reached:
         return reached.found
@@ -81,17 +83,19 @@ def find_model(script: str, arguments: Sequence[str], n_ranks: int) -> Found:
 
 
 @contextmanager
-def _stand_ins(notes: dict[str, bool], n_ranks: int) -> Iterator[None]:
+def _stand_ins(notes: dict[str, bool], n_ranks: int, rank: int | None) -> Iterator[None]:
     """While the script runs, replaces the functions that allocate memory or communicate with other ranks."""
     package = sys.modules[__name__.partition(".")[0]]  # the script looks up public names in this module
     with ExitStack() as stack:
         init = _stand_in_for_init(notes)
         for owner in (package.zero, partition_parameters):
             stack.enter_context(mock.patch.object(owner, "Init", init))
-        stack.enter_context(mock.patch.object(PipelineModule, "__init__", _refuse_pipeline))
+        if rank is None:
+            stack.enter_context(mock.patch.object(PipelineModule, "__init__", _refuse_pipeline))
+        stack.enter_context(mock.patch.object(pipe_module, "_lay_out_ranks", _on_the_host(pipe_module._lay_out_ranks)))
         for name in ("to", "cpu", "cuda"):
             stack.enter_context(mock.patch.object(torch.nn.Module, name, _staying(name)))
-        stack.enter_context(_silent_group(n_ranks))
+        stack.enter_context(_silent_group(n_ranks, rank or 0))
         # accelerate seeds its loaders with a generator on this device, and generators cannot be on the meta device.
         stack.enter_context(mock.patch.object(torch, "get_default_device", lambda: torch.device("cpu")))
         stack.enter_context(torch.device("meta"))
@@ -116,10 +120,20 @@ def _stopping(notes: dict[str, bool]) -> Callable:
 
 def _refuse_pipeline(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     raise FeatureError(
-        "the planner does not plan the stages of a PipelineModule",
-        where="deepspeed_c plan",
-        fix="plan one stage: --params with its parameters, --layers, and --ranks with the number of parallel pipelines",
+        "a PipelineModule has other layers on each of its ranks, and one rank is planned here",
+        where="PipelineModule",
+        fix="call `deepspeed_c plan SCRIPT`, which plans a rank of each stage",
     )
+
+
+def _on_the_host(function: Callable) -> Callable:
+    """The function with tensors that have data: the places of ranks are read."""
+
+    def run(*args: Any) -> Any:
+        with torch.device("cpu"):
+            return function(*args)
+
+    return run
 
 
 def _stand_in_for_init(notes: dict[str, bool]) -> type:
@@ -155,11 +169,11 @@ def _staying(name: str) -> Callable:
 
 
 @contextmanager
-def _silent_group(n_ranks: int) -> Iterator[None]:
+def _silent_group(n_ranks: int, rank: int) -> Iterator[None]:
     """A process group of ``n_ranks`` whose collectives return at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend "fake"
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n_ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=n_ranks)
     try:
         yield
     finally:

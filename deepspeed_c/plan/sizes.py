@@ -14,7 +14,7 @@ from deepspeed_c.errors import ModelError, OptimizerError
 from deepspeed_c.inject.cut import Cut, keep_part
 from deepspeed_c.ops import q8
 from deepspeed_c.ops.scope import declaration
-from deepspeed_c.zero.layout.cuts import cut_of
+from deepspeed_c.zero.layout.cuts import cut_of, tied_over
 from deepspeed_c.zero.layout.experts import expert_ranks_of, mark_stack
 from deepspeed_c.zero.layout.leaf import is_leaf
 from deepspeed_c.zero.states.entries import must_see_pieces
@@ -26,6 +26,7 @@ __all__ = [
     "ModelSizes",
     "OptimizerSizes",
     "ParamSize",
+    "PipelineSizes",
     "StateSize",
     "group_sizes",
     "guess_layers",
@@ -50,6 +51,7 @@ class ParamSize(NamedTuple):
     )
     cut: Cut | None = None  # over tensor-parallel ranks, or over those of a stack's experts; ``numel`` counts one part
     n_expert_ranks: int = 1  # ranks that each hold such a parameter of other experts; 1: no expert's
+    n_tied: int = 1  # ranks of a pipeline that hold the same parameter, in layers that share it
 
     @property
     def module(self) -> str:
@@ -61,6 +63,16 @@ class ParamSize(NamedTuple):
         return self.numel if self.cut is None else self.cut.logical_shape.numel()
 
 
+class PipelineSizes(NamedTuple):
+    """A rank's part of a pipeline's batch."""
+
+    actions: tuple[tuple[int, int, int], ...]  # (kind, stage, micro-batch), as the rank runs them
+    layers: dict[int, tuple[str, ...]]  # names of the modules of each of the rank's stages, in order
+    n_stages: int  # of the whole pipeline
+    n_ranks: int  # of the pipeline
+    n_micro_batches: int
+
+
 class ModelSizes(NamedTuple):
     """The properties of a model that determine its memory."""
 
@@ -69,6 +81,7 @@ class ModelSizes(NamedTuple):
     is_sharded: bool = False  # built under ``zero.Init``
     leaves: frozenset[str] = frozenset()  # modules that stage 3 gathers as one piece
     n_tensor: int = 1  # number of tensor-parallel ranks; the plan is for the first
+    pipeline: PipelineSizes | None = None  # None: the model is whole, and micro-batches run one after the other
 
     @property
     def numel(self) -> int:
@@ -164,7 +177,8 @@ def sizes_of(
             yield ParamSize(name, shape_of(p).numel() * p.element_size(), torch.uint8, None)
             return
         numel, dtype = shape_of(p).numel(), comm_dtype_of(name, p)
-        yield ParamSize(name, numel, p.dtype, group_of.get(id(p)), dtype, cut_of(p), expert_ranks_of(p))
+        n_tied = max(len(tied_over(p)), 1)
+        yield ParamSize(name, numel, p.dtype, group_of.get(id(p)), dtype, cut_of(p), expert_ranks_of(p), n_tied)
 
     params = tuple(size for name, p in model.named_parameters() for size in sizes(name, p))
     is_sharded = any(state_of(p) is not None for p in model.parameters())
@@ -197,6 +211,8 @@ def model_of(
             keep_part(param, size.cut)
         elif size.n_expert_ranks > 1:
             param.allreduce, param.group_name = False, f"ep_size_{size.n_expert_ranks}"
+        if size.n_tied > 1:
+            param.pipe_tied_ranks = tuple(range(size.n_tied))  # which ranks they are does not matter
         module.register_parameter(last, param)
         if size.group is not None:
             groups[size.group].append(param)

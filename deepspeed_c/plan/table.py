@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.config import ReadConfig, read_config
+from deepspeed_c.config import Config, ReadConfig, read_config
 from deepspeed_c.config.source import GivenConfig, read_source
 from deepspeed_c.config.stages import STAGES
 from deepspeed_c.engine.build import build_optimizer
@@ -21,11 +21,13 @@ from deepspeed_c.inject import cut_model
 from deepspeed_c.moe.spread import plan_spread
 from deepspeed_c.offload.place import place
 from deepspeed_c.ops.scope import declaration
+from deepspeed_c.pipe import PipelineModule, TiedLayerSpec
+from deepspeed_c.pipe.schedule import Cost, fitting, make_table, traits_of
 from deepspeed_c.plan.activations import ForwardShape, Traced, trace_activations
 from deepspeed_c.plan.generation import GenerationMoment, GenerationShape, trace_generation
 from deepspeed_c.plan.memory import KINDS, PHASES, Activations, LeasePlan, MemoryPlan, Offload, plan_memory
 from deepspeed_c.plan.pretended import PretendedRanks, PretendedSharedMemory, pretended_mesh
-from deepspeed_c.plan.sizes import ModelSizes, group_sizes, model_of, sizes_of
+from deepspeed_c.plan.sizes import ModelSizes, PipelineSizes, group_sizes, model_of, sizes_of
 from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
 from deepspeed_c.plan.timeline import Option, options_of
 from deepspeed_c.zero.layout.layout import mark_leaves
@@ -111,6 +113,8 @@ def plan_table(
     overrides: dict[str, Any] = {}
     source = read_source(source)
     read = read_config(source)
+    if isinstance(model, PipelineModule):
+        n_ranks //= model.num_stages
     n_tensor, n_ranks = _tensor_ranks(read, n_tensor, n_ranks, overrides, has_model=model is not None)
     config = read_config(source, overrides=overrides).resolve(world_size=n_ranks, batch="skip")
     if sizes is not None and config.optimizer is None:
@@ -140,11 +144,14 @@ def plan_table(
             notes.append(str(plan_spread(model, config.expert_parallel, mesh)))
     if n_tensor > 1:
         notes.append(cut_model(model, config.tensor_parallel, ranks).summary)
-    base = build_optimizer(config.optimizer, config.bf16, model, optimizer, model_parameters)
+    is_pipeline = isinstance(model, PipelineModule)
+    base = build_optimizer(config.optimizer, config.bf16, model, optimizer, model_parameters, may_be_empty=is_pipeline)
     if not is_given_sizes:
         mark_leaves(model, config.zero)
         precision = Precision(config, model)
         sizes = _sizes_of(model, base, precision, is_sharded)._replace(n_tensor=n_tensor)
+        if is_pipeline:
+            sizes = sizes._replace(pipeline=pipeline_sizes(model, config))
         if sizes.n_held < sizes.numel:
             notes.append(
                 f"a rank holds {_count(sizes.n_held)} of the {_count(sizes.numel)} parameters: experts are spread over"
@@ -253,6 +260,27 @@ def _activations_of(option: Option, traced: Traced, *, is_host: bool) -> Activat
     return Activations(forward, backward, option.host_peak, option.nvme_peak, passing, holes)
 
 
+def pipeline_sizes(module: PipelineModule, config: Config) -> PipelineSizes:
+    """A rank's part of the batch that the engine of ``module`` would run. The schedule is as the engine finds it."""
+    section, n = config.pipeline, config.gradient_accumulation_steps or 1
+    is_v = traits_of(module.schedule, "PipelineModule").is_v
+    costs = [Cost()] * len(module.rank_of)
+    name = fitting(section.schedule or module.schedule, module.num_stages, n, costs, None, is_v=is_v)
+    table = make_table(name, module.num_stages, module.virtual_stages, n, "pipeline.schedule")
+    layers: dict[int, tuple[str, ...]] = {}
+    for stage in module.stages:
+        specs = enumerate(module.specs[module.parts[stage] : module.parts[stage + 1]], module.parts[stage])
+        names = [f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(i) for i, spec in specs]
+        layers[stage] = tuple(name for name in names if _has_weights(module, name))
+    return PipelineSizes(tuple(table.actions(module.stage_id)), layers, len(module.rank_of), module.num_stages, n)
+
+
+def _has_weights(module: PipelineModule, name: str) -> bool:
+    """Whether there is a layer of this name with parameters. Functions are layers, too."""
+    layer = dict(module.named_modules()).get(name)
+    return layer is not None and any(True for _ in layer.parameters())
+
+
 def _sizes_of(
     model: torch.nn.Module, base: torch.optim.Optimizer | None, precision: Precision, is_sharded: bool
 ) -> ModelSizes:
@@ -336,7 +364,8 @@ def as_text(table: Table) -> str:
         activations = f"{table.activations.backward / scale:.2f} of activations are in forward and backward"
     else:
         activations = "activations are not known here and not in it (--batch and --seq, or --activations)"
-    phase_names = [name for name in PHASES if name != "generate" or table.generation]
+    planned = {name for row in table.rows if row.plan is not None for name in row.plan.phases}
+    phase_names = [name for name in PHASES if name in planned]
     lines = [
         what,
         f"{unit} per rank at the peak of each phase; {activations}",

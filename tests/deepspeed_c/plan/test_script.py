@@ -150,5 +150,5 @@ def test_a_pipeline_is_refused_by_name(script):
         net = PipelineModule([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], num_stages=2)
         deepspeed_c.initialize(model=net, config={})
     """
-    with pytest.raises(FeatureError, match="PipelineModule(.|\n)*plan one stage"):
+    with pytest.raises(FeatureError, match="PipelineModule(.|\n)*a rank of each stage"):
         find_model(script(text), [], 4)
