@@ -19,6 +19,7 @@ from deepspeed_c.comm.groups import get_all_ranks_from_group, get_rank, get_worl
 from deepspeed_c.comm.ledger import Ledger, LedgerEntry, ledger_of, ledger_of_pair
 from deepspeed_c.comm.transports import joint_memory, table
 from deepspeed_c.comm.transports.described import N_TAGS
+from deepspeed_c.comm.transports.hosts import Hosts
 from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Work, wait_all
 from deepspeed_c.config.parallel import LocalTransport
@@ -124,6 +125,13 @@ class Collectives:
         ranks must be able to (``why_not_joint``). Collective; None on all ranks where there is no room for the memory.
         """
         return joint_memory.join(self, sizes)
+
+    @cached_property
+    def by_host(self) -> list[list[int]]:
+        """The ranks of each host, ascending; hosts by their lowest ranks. Collective when first asked."""
+        if self.world_size == 1:
+            return [[0]]
+        return Hosts(self, dist.group.WORLD if self.group is None else self.group).by_host
 
     def alone(self) -> Collectives:
         """This rank by itself: nothing is sent."""

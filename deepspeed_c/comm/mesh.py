@@ -95,6 +95,8 @@ class Mesh:
         self._groups: dict[tuple[int, ...], Collectives] = {}
         self._with_experts: dict[int, Mesh] = {}
         self._data_first = False
+        self.near: Collectives | None = None
+        """The ranks that keep second shards of weights together; None where no configuration asks for them."""
         self._forget_groups()
 
     @property
@@ -122,11 +124,23 @@ class Mesh:
 
         Collective at the first call for these axes: all ranks make the first calls in the same order.
         """
-        ranks = tuple(self.ranks(*axes))
-        found = self._groups.get(ranks)
+        return self.connected(self.ranks(*axes), *axes)
+
+    def connected(self, ranks: Sequence[int], *axes: str) -> Collectives:
+        """The collectives of these ``ranks`` of ``comm``, ascending. This rank is one of them. axes: their names in
+        ledgers.
+
+        Collective among them at the first call.
+        """
+        found = self._groups.get(tuple(ranks))
         if found is None:
-            found = self._groups[ranks] = (self._connect or self._new_group)(ranks, axes)
+            found = self._groups[tuple(ranks)] = (self._connect or self._new_group)(tuple(ranks), axes)
         return found
+
+    def connect_near(self, ranks: Sequence[int]) -> Collectives:
+        """Sets ``near`` to the collectives of these ranks, and returns them. Collective among them at the first call."""
+        self.near = self.connected(ranks, "hpz")
+        return self.near
 
     def process_group(self, *axes: str) -> dist.ProcessGroup:
         """The ``torch.distributed`` group of the ranks along ``axes``, for callers that need it. There is a group even
@@ -178,11 +192,7 @@ class Mesh:
             if name not in axes:
                 chosen = neighbours if name == axis else [self._place[name]]
                 grid = grid.index_select(dim, torch.tensor(list(chosen)))
-        ranks = tuple(sorted(grid.reshape(-1).tolist()))
-        found = self._groups.get(ranks)
-        if found is None:
-            found = self._groups[ranks] = (self._connect or self._new_group)(ranks, (axis, *axes))
-        return found
+        return self.connected(sorted(grid.reshape(-1).tolist()), axis, *axes)
 
     def connect_some(self, lists: Sequence[Sequence[int]], axis: str, *axes: str) -> None:
         """Makes the groups of ``among`` for those of several lists of neighbours that this rank is in. Collective over
@@ -197,7 +207,7 @@ class Mesh:
             return self.comm.alone()
         group = _shared_group(tuple(self.comm.global_ranks[rank] for rank in ranks), self.comm.group)
         wide = [axis for axis in AXES if axis in axes and self.axes[axis] > 1]
-        return self.comm.part(group, " x ".join(wide))
+        return self.comm.part(group, " x ".join(wide or axes))
 
     def enter_phase(self, phase: str) -> None:
         """Sets the phase that the ledgers of all groups note beside the collectives that follow: "forward", "backward",

@@ -79,6 +79,20 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
                 f"is {root.data_types.param_dtype} while the enabled sections make weights {mode}",
                 "remove it: it follows from fp16.enabled and bf16.enabled",
             )
+    if zero.zero_hpz_partition_size > 1:
+        where = "zero_optimization.zero_hpz_partition_size"
+        if not zero.sharding.parameters:
+            yield (
+                where,
+                f"is {zero.zero_hpz_partition_size} at ZeRO stage {zero.stage}, which keeps weights whole on each rank",
+                'set "stage" to 3, or the size to 1',
+            )
+        if zero.mics_shard_size > 0:
+            yield (
+                where,
+                f"is {zero.zero_hpz_partition_size} beside mics_shard_size {zero.mics_shard_size}, whose gathers stay together",
+                "set the size to 1, or mics_shard_size to -1",
+            )
     offload = zero.offload_optimizer
     if offload.device != "none" and not zero.sharding.optimizer:
         yield (

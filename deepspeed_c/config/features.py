@@ -77,7 +77,12 @@ AREAS: dict[str, dict[str, Feature]] = {
             'set it to false, or keep a part of the states in memory with "ratio"',
         ),
         "zenflow": _later("ZenFlow", "remove the section"),
-        "hpz": _later("ZeRO++ secondary shards (hpZ)", "set the size to 1"),
+        "hpz": Feature(
+            "second shards for gathers within hosts (hpZ of ZeRO++)",
+            True,
+            "set the size to 1",
+            is_on=lambda root: root.zero.zero_hpz_partition_size > 1,
+        ),
         "quantized_collectives": _later("ZeRO++ quantized collectives", "set it to false"),
         "mics": Feature(
             "MiCS (shards within groups of ranks, copies between them)",
@@ -85,7 +90,6 @@ AREAS: dict[str, dict[str, Feature]] = {
             "set mics_shard_size to -1",
             is_on=lambda root: root.zero.mics_shard_size > 0,
         ),
-        "hierarchical_gather": _later("gathers within a node, then between nodes", "set it to false"),
         "no_grad_norm": _later(
             "steps without a gradient norm", "set it to true: the norm comes with the check for inf and NaN"
         ),

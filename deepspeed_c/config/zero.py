@@ -176,7 +176,15 @@ class Zero(Section, kw_only=True):
     leaf_module: Annotated[LeafModule, tunes("Modules that are gathered as one piece.", "stage3")] = LeafModule()
 
     # ZeRO++ and MiCS
-    zero_hpz_partition_size: Annotated[NonNeg, asks("Ranks of the secondary shards' group.", "hpz", off=(0, 1))] = 1
+    zero_hpz_partition_size: Annotated[
+        NonNeg,
+        asks(
+            "Ranks that keep a second shard of the weights together, a divisor of those of a host. Between two changes of"
+            " the weights all gathers but the first stay among them. 1 for none.",
+            "hpz",
+            off=(0, 1),
+        ),
+    ] = 1
     zero_quantized_weights: Annotated[bool, asks("Gather weights as int8.", "quantized_collectives")] = False
     zero_quantized_nontrainable_weights: Annotated[
         bool, asks("Keep frozen weights quantized.", "quantized_collectives")
@@ -189,7 +197,10 @@ class Zero(Section, kw_only=True):
         ShardGroup, asks("Ranks that hold one copy of the shards; -1 for all.", "mics", off=(0,))
     ] = -1
     mics_hierarchical_params_gather: Annotated[
-        bool, asks("Gather within a node, then between nodes.", "hierarchical_gather")
+        bool,
+        inherent(
+            "Gather within a node, then between nodes.", "ranks on several hosts always exchange tensors in two levels"
+        ),
     ] = False
 
     @property

@@ -106,20 +106,22 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def _get_zero_param_intra_parallel_group() -> Any:
-    """None, which means all ranks: parameters have no secondary shards (hpZ)."""
-    return None
+    """The ranks that keep second shards of weights together (hpZ); None without them."""
+    near = _told[0].near if _told else None
+    return None if near is None else near.group
 
 
 def _get_zero_param_intra_parallel_rank_in_mygroup() -> int:
-    return comm.get_rank()
+    """This rank's number in that group; without second shards, among all ranks."""
+    return comm.get_rank(_get_zero_param_intra_parallel_group())
 
 
 def _get_zero_param_intra_parallel_group_world_size() -> int:
-    return comm.get_world_size()
+    return comm.get_world_size(_get_zero_param_intra_parallel_group())
 
 
 def _get_zero_param_intra_parallel_group_ranks() -> list[int]:
-    return list(range(comm.get_world_size()))
+    return comm.get_all_ranks_from_group(_get_zero_param_intra_parallel_group())
 
 
 def get_tensor_model_parallel_world_size() -> int:

@@ -38,11 +38,8 @@ MONITOR = [
 # A transport takes one module and one row.
 TRANSPORT = [f"deepspeed_c/comm/transports/{name}.py" for name in ("table", "ucc")]
 
-# A source of weights takes one file and one line, and here the feature that its key asks for.
-SOURCE = [
-    "deepspeed_c/config/features.py",
-    *(f"deepspeed_c/zero/weights/sources/{name}.py" for name in ("__init__", "second")),
-]
+# A source of weights takes one file and one line.
+SOURCE = [f"deepspeed_c/zero/weights/sources/{name}.py" for name in ("__init__", "kept")]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from deepspeed_c.zero.layout.leaf import (
     mark_fine_modules,
     set_z3_leaf_module,
 )
+from deepspeed_c.zero.layout.second import second_groups
 from deepspeed_c.zero.layout.unit import Dtypes, Unit, UnitGroups, build_units
 from deepspeed_c.zero.states.home import ON_DEVICE, Placement
 from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
@@ -251,6 +252,7 @@ def lay_out(
         if why and (device is None or device.type != "meta"):
             log_dist(f'"comm": {{"zero_copy_gather": true}} has no effect: {why}', ranks=[0], level=logging.WARNING)
 
+    second = second_groups(zero, mesh, is_joint=joins) if shards_params else None
     staying = params_that_stay((p for p in model.parameters() if id(p) in trained_ids), zero.offload_optimizer.ratio)
     on_device = placement._replace(states=ON_DEVICE.states)
 
@@ -299,5 +301,8 @@ def lay_out(
         zero,
         use_broadcast=not zero.allgather_partitions or broadcasts,
         pool=gather_pool,
+        near_of=(lambda unit: None) if second is None else second.near_of,
     )
+    if second is not None:
+        second.tell(sharded)
     return Layout(trained_units, frozen_units, fetcher, names_by_group)

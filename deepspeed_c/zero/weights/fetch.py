@@ -11,7 +11,7 @@ it is gathered again. So no graph points to released memory, and a model may use
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from deepspeed_c.buffers import Allocate, BufferPool
@@ -28,6 +28,7 @@ from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard, WholeS
 from deepspeed_c.zero.weights.param import StandaloneShard, make_sharded, point_at_nothing, state_of, take_over
 from deepspeed_c.zero.weights.phase import FetchPhase
 from deepspeed_c.zero.weights.saved import WeightPacker
+from deepspeed_c.zero.weights.sources.second import NearRanks
 from deepspeed_c.zero.weights.sources.source import Means
 from deepspeed_c.zero.weights.sources.stream import GatherStream
 
@@ -78,6 +79,7 @@ class Fetcher:
 
     ``driver`` is the kind of driver that decides when nobody else does (``drivers/recorded.py``). ``pool`` provides the
     buffers of gathered units. ``zero``: the configuration's section, for sources that one of its keys asks for.
+    ``near_of``: returns the ranks that keep second shards of a unit.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Fetcher:
         *,
         use_broadcast: bool = False,
         pool: BufferPool | None = None,
+        near_of: Callable[[Unit], NearRanks | None] = lambda unit: None,
     ) -> None:
         self.comm, self.limits = comm, limits
         self.stats = FetchStats()
@@ -98,7 +101,7 @@ class Fetcher:
         largest = max(units, key=lambda unit: unit.flat_elems, default=None)
         carrier = comm if largest is None else largest.carrier
         self.means = Means(
-            _gather_pool(carrier.allocate) if pool is None else pool, GatherStream(), zero, use_broadcast
+            _gather_pool(carrier.allocate) if pool is None else pool, GatherStream(), zero, near_of, use_broadcast
         )
         self.lock = threading.RLock()  # autograd runs one thread per device
         self.packer = WeightPacker(self.use)
@@ -280,8 +283,9 @@ class Fetcher:
 
     def forget_writes(self) -> None:
         """Drops this rank's own writes to gathered weights in joint memory."""
-        for joint in self._shared:
-            joint.forget()
+        for joint in dict.fromkeys(group.source.read_in for group in self.groups):
+            if joint is not None:
+                joint.forget()
 
     def _fence(self, label: str) -> None:
         for comm in dict.fromkeys(self._shared.values()):

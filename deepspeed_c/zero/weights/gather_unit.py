@@ -185,6 +185,22 @@ class PlacedShard(ShardState):
         with unit.weights.open(bucket, writes=False):
             return unit.weight_piece(fragment).clone()
 
+    @property
+    def near(self) -> Collectives | None:  # type: ignore[override]
+        return self.group.source.near
+
+    @property
+    def second_piece(self) -> torch.Tensor | None:
+        source = self.group.source
+        second = source.second
+        if second is None:
+            return None
+        n = second.numel()
+        begin = self.slot.offset - self.slot.unit.bucket_begin[self.slot.bucket] - source.near.rank * n
+        end = min(max(begin + self.slot.numel, 0), n)
+        begin = min(max(begin, 0), end)
+        return second.narrow(0, begin, end - begin)
+
     def put_piece(self, values: torch.Tensor) -> None:
         """Overwrites this rank's elements of the weights; ``values`` is flat."""
         unit, fragment = self.slot.unit, self.slot.unit.fragment_of.get(self.slot)

@@ -103,6 +103,13 @@ class ShardState:
     piece: torch.Tensor
     begins: Sequence[int]
     numels: Sequence[int]
+    near: Collectives | None = None
+    """The ranks that keep second shards together."""
+
+    @property
+    def second_piece(self) -> torch.Tensor | None:
+        """The elements of this rank's second shard, flat; None while it is out of date, and without second shards."""
+        return None
 
     @property
     def status(self) -> ZeroParamStatus:
@@ -296,8 +303,7 @@ class _Face(GradFace):
     """The attributes that a sharded parameter has in both states, under DeepSpeed's ``ds_`` names."""
 
     ds_param_type = ZeroParamType.PARTITIONED
-    # Always None: there are no copies within a node (hpZ), and no swapper of single parameters.
-    ds_secondary_tensor = ds_zero_param_process_group = nvme_swapper = None
+    nvme_swapper = None  # there is no swapper of single parameters
     _dsc_base: type  # the parameter's own class
     _dsc_available: type
     _dsc_released: type
@@ -317,6 +323,16 @@ class _Face(GradFace):
     @property
     def ds_tensor(self) -> torch.Tensor:
         return self._dsc_shard.piece
+
+    @property
+    def ds_secondary_tensor(self) -> torch.Tensor | None:
+        return self._dsc_shard.second_piece
+
+    @property
+    def ds_zero_param_process_group(self) -> Any:
+        """The group of the ranks that keep second shards together; None without second shards."""
+        near = self._dsc_shard.near
+        return None if near is None else near.group
 
     @property
     def ds_status(self) -> ZeroParamStatus:

@@ -387,7 +387,7 @@ def test_old_and_new_name_together():
 def test_error_under_an_old_name_says_how_it_was_spelt():
     (problem,) = problems_of({"bfloat16": {"enabled": 7}}, batch="skip")
     assert problem.where == "bf16.enabled (given as bfloat16)"
-    (problem,) = problems_of({"zero_optimization": {"stage": 1, "zero_hpz_partition_size": 2}}, batch="skip")
+    (problem,) = problems_of({"zero_optimization": {"stage": 1, "zero_quantized_weights": True}}, batch="skip")
     assert isinstance(problem, UnsupportedConfigError)
     (problem,) = problems_of({"zero_optimization": {"cpu_offload": True}}, batch="skip")  # the stage is 0
     assert problem.where.startswith("zero_optimization.offload_optimizer.device")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from deepspeed_c.comm.transports.joint_memory import JointMemory
 from deepspeed_c.zero.layout.unit import Unit
 from deepspeed_c.zero.weights.sources.source import GatherCost, Means, WeightSource
 
@@ -19,11 +20,12 @@ class JointShards(WeightSource):
 
     is_collective = False
 
-    def __init__(self, unit: Unit, bucket: int, label: str, means: Means) -> None:
+    def __init__(self, unit: Unit, bucket: int, label: str, means: Means, joint: JointMemory | None = None) -> None:
+        """joint: memory with a part for each bucket; the unit's own by default."""
         super().__init__(unit, bucket, label, means)
-        self.shared = unit.joint
+        self.shared = self.read_in = joint or unit.joint
         with torch.inference_mode(False):
-            self._whole = unit.joint.whole(bucket).view(unit.dtype)
+            self._whole = self.read_in.whole(bucket).view(unit.dtype)
         self._views: list[torch.Tensor] = []
 
     @classmethod

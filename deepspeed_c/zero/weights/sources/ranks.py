@@ -39,13 +39,17 @@ class RankShards(WeightSource):
             if filled is None:
                 filled = means.pool.take(unit.bucket_numel(self.bucket), unit.dtype, unit.device)
             try:
-                unit.own_slice(filled, self.bucket).copy_(unit.param_slice(self.bucket))
+                self._put_own(filled)
                 self._work = self._comm.all_gather(filled, use_broadcast=means.use_broadcast, label=self.label)
             except BaseException:
                 if buffer is None:
                     means.pool.give(filled)
                 raise
         return filled
+
+    def _put_own(self, buffer: torch.Tensor) -> None:
+        """Copies this rank's slice to its place in the buffer."""
+        self.unit.own_slice(buffer, self.bucket).copy_(self.unit.param_slice(self.bucket))
 
     def finish(self, buffer: torch.Tensor) -> None:
         if self._work is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,6 +20,9 @@ from deepspeed_c.comm.transports.joint_memory import JointMemory
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.zero.layout.unit import Unit
 from deepspeed_c.zero.weights.sources.stream import GatherStream
+
+if TYPE_CHECKING:
+    from deepspeed_c.zero.weights.sources.second import NearRanks
 
 __all__ = ["GatherCost", "Means", "WeightSource", "lasting"]
 
@@ -41,6 +44,8 @@ class Means(NamedTuple):
     stream: GatherStream
     zero: Zero
     """The configuration's section, for a source that a key asks for."""
+    near_of: Callable[[Unit], NearRanks | None]
+    """Returns the ranks that keep second shards of a unit; None if there are none."""
     use_broadcast: bool = False
     """Whether a gather is made of one broadcast for each rank."""
 
@@ -65,13 +70,24 @@ class WeightSource(ABC):
     shared: JointMemory | None = None
     """Memory of several ranks: the others see this rank's shard there without a copy. Writes to it are fenced."""
 
+    near: Collectives | None = None
+    """The ranks that keep second shards of the bucket together."""
+    read_in: JointMemory | None = None
+    """Memory of several ranks that parameters may point into. This rank's own writes there are forgotten with
+    ``Fetcher.forget_writes``."""
+
     def __init__(self, unit: Unit, bucket: int, label: str, means: Means) -> None:
         self.unit, self.bucket, self.label, self.means = unit, bucket, label, means
 
     @classmethod
-    @abstractmethod
     def serves(cls, unit: Unit, bucket: int, means: Means) -> bool:
         """Whether the elements of this bucket come from a source of this kind. The same on all ranks."""
+        return False
+
+    @property
+    def second(self) -> torch.Tensor | None:
+        """This rank's slice of the second shards, [numel of the bucket // near ranks]; None while it is out of date."""
+        return None
 
     @property
     @abstractmethod
