@@ -56,6 +56,7 @@ MASTERS = "master weights"
 STATE = "optimizer state"
 GRADIENTS = "gradients"
 GATHERED = "gathered weights"
+SECOND = "second shards"
 STAGING = "gradient staging"
 SCRATCH = "collective scratch"
 INCOMING = "new gradients"
@@ -79,6 +80,7 @@ KINDS: dict[str, str] = {
     MASTERS: "the weights that the optimizer updates, where they are not the weights themselves",
     STATE: "moments and the like",
     GRADIENTS: "sums of gradients: whole, or this rank's shard",
+    SECOND: "copies of weights for gathers within hosts (hpZ), if a host has as many ranks as share them",
     GATHERED: "gather units of stage 3 that are put together, and buffers kept for the next ones",
     STAGING: "buckets whose gradients gather, or are on their way",
     SCRATCH: "what collectives receive into, and casts of what they send",
@@ -302,7 +304,14 @@ class _Walk:
         scratch = BufferPool(count=book.counter(SCRATCH))
         n_pipeline = 1 if sizes.pipeline is None else sizes.pipeline.n_ranks
         n_all = n_ranks * sizes.n_tensor * n_pipeline
-        self._comm = comm = PretendedRanks(n_all, scratch, _transport(config.comm, is_host=is_host))
+        self._comm = comm = PretendedRanks(
+            n_all,
+            scratch,
+            _transport(config.comm, is_host=is_host),
+            n_host=config.zero.zero_hpz_partition_size * sizes.n_tensor
+            if config.zero.zero_hpz_partition_size > 1
+            else 0,
+        )
         data_first = config.use_data_before_expert_parallelism
         mesh = pretended_mesh(comm, config.zero, sizes.n_tensor, data_first=data_first, n_pipeline=n_pipeline)
         self._at_end = at_end
@@ -437,6 +446,9 @@ class _Walk:
                 book.free(GIVEN, given[p.name])
                 book.take(WEIGHTS, given[p.name])
         self._store_weights()
+        if self.fetcher is not None:
+            seconds = [(g.unit.bucket_bytes(g.bucket), g.source.near) for g in self.fetcher.groups]
+            book.take(SECOND, sum(n_bytes // near.world_size for n_bytes, near in seconds if near is not None))
         if self._optimizer is None:
             return
         self._store_states()

@@ -76,16 +76,21 @@ class PretendedJoint:
 class PretendedRanks(Collectives):
     """Rank 0 of ``world_size`` ranks, for objects of the engine with tensors on the meta device.
 
-    transport: how ranks exchange tensors. scratch: the pool of the buffers that collectives receive into.
+    transport: how ranks exchange tensors. scratch: the pool of the buffers that collectives receive into. ranks: their
+    numbers among all ranks, of which the first is 0. n_host: ranks of each host.
     """
 
-    def __init__(self, world_size: int, scratch: BufferPool, transport: Transport) -> None:
+    def __init__(
+        self, world_size: int, scratch: BufferPool, transport: Transport, ranks: Sequence[int] = (), n_host: int = 0
+    ) -> None:
         self.group: Any = _NoGroup()
         self.world_size, self.rank, self.global_rank = world_size, 0, 0
-        self.global_ranks = list(range(world_size))
+        self.global_ranks = list(ranks or range(world_size))
+        self._n_host = n_host or world_size
         self.ledger = Ledger("pretended", self.global_ranks)
         self._on_close = [lambda: _world.pg_group_ranks.pop(self.group, None)]
-        _world.pg_group_ranks[self.group] = range(world_size)  # torch looks up the source of a broadcast here
+        # Torch looks up the source of a broadcast here.
+        _world.pg_group_ranks[self.group] = {rank: i for i, rank in enumerate(self.global_ranks)}
         self.scratch = scratch
         self.reduce = lambda sources, scale, accumulate, out: None
         # Fake tensors of a traced model report the host as their device.
@@ -93,7 +98,12 @@ class PretendedRanks(Collectives):
 
     def along(self, ranks: Sequence[int], axes: Sequence[str]) -> PretendedRanks:
         """The ranks along an axis of a mesh. They share the buffers of these ranks."""
-        return PretendedRanks(len(ranks), self.scratch, self._transports["meta"])
+        return PretendedRanks(len(ranks), self.scratch, self._transports["meta"], ranks)
+
+    @property
+    def by_host(self) -> list[list[int]]:  # type: ignore[override]
+        ranks = range(self.world_size)
+        return [list(ranks[i : i + self._n_host]) for i in range(0, self.world_size, self._n_host)]
 
     def alone(self) -> PretendedRanks:
         return PretendedRanks(1, self.scratch, self._transports["meta"])

@@ -13,7 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepspeed_c.config import load_config
 from deepspeed_c.errors import ConfigError, StateError
+from deepspeed_c.plan.memory import SECOND, plan_memory
+from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from deepspeed_c.utils import (
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
@@ -46,6 +49,10 @@ def merged(*parts: dict[str, Any]) -> dict[str, Any]:
         for key, value in part.items():
             found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
     return found
+
+
+def hpz(n: int, **sections: Any) -> dict[str, Any]:
+    return merged({"zero_optimization": {"zero_hpz_partition_size": n}}, sections)
 
 
 def oracle_body(rank, world, trait, dtype, cells, extra):
@@ -163,20 +170,21 @@ def offload(device: str, **more: Any) -> dict[str, Any]:
 
 OVERFLOWS = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 4}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-# name -> (ranks, body, its arguments)
-WITH: dict[str, tuple[int, Any, tuple[Any, ...]]] = {
-    "offload to the host": (4, run_trait, ("tied", offload("cpu"))),
-    "offload to NVMe": (4, run_trait, ("used_twice", "nvme")),
-    "skipped steps": (4, run_trait, ("frozen", OVERFLOWS)),
-    "autocast": (4, run_trait, ("plain", AUTOCAST)),
-    "compiled graphs": (4, run_trait, ("used_twice", {"compile": {"deepcompile": True}}, 6)),
-    "leaf modules": (4, run_trait, ("unused", {"zero_optimization": {"leaf_module": {"classes": ["tests.deepspeed_c.zero.traits.Unused"]}}})),
-    "adapters": (4, run_lora, ()),
-    "tensor ranks": (8, run_tensor_parallel, ()),
-    "sequence ranks": (4, run_sequences, ()),
-    "experts on 1 rank": (4, run_experts, (1,)),
-    "experts on 2 ranks": (4, run_experts, (2,)),
-    "experts on 4 ranks": (4, run_experts, (4,)),
+# name -> (the host of each rank, body, its arguments)
+WITH: dict[str, tuple[tuple[int, ...], Any, tuple[Any, ...]]] = {
+    "three hosts": ((0, 0, 1, 1, 2, 2), run_trait, ("plain", {})),
+    "offload to the host": (HOSTS, run_trait, ("tied", offload("cpu"))),
+    "offload to NVMe": (HOSTS, run_trait, ("used_twice", "nvme")),
+    "skipped steps": (HOSTS, run_trait, ("frozen", OVERFLOWS)),
+    "autocast": (HOSTS, run_trait, ("plain", AUTOCAST)),
+    "compiled graphs": (HOSTS, run_trait, ("used_twice", {"compile": {"deepcompile": True}}, 6)),
+    "leaf modules": (HOSTS, run_trait, ("unused", {"zero_optimization": {"leaf_module": {"classes": ["tests.deepspeed_c.zero.traits.Unused"]}}})),
+    "adapters": (HOSTS, run_lora, ()),
+    "tensor ranks": ((0, 0, 0, 0, 1, 1, 1, 1), run_tensor_parallel, ()),
+    "sequence ranks": (HOSTS, run_sequences, ()),
+    "experts on 1 rank": (HOSTS, run_experts, (1,)),
+    "experts on 2 ranks": (HOSTS, run_experts, (2,)),
+    "experts on 4 ranks": (HOSTS, run_experts, (4,)),
 }  # fmt: skip
 
 
@@ -206,10 +214,9 @@ def assert_same_bits(got: Any, want: Any, where: str) -> None:
 
 @pytest.mark.parametrize("name", WITH)
 def test_with_other_features_no_bit_differs(name: str, tmp_path: Path) -> None:
-    world = WITH[name][0]
-    hosts = tuple(rank * 2 // world for rank in range(world))
+    hosts = WITH[name][0]
     preload = "torch._dynamo" if name == "compiled graphs" else ""
-    run_ranks(world, with_body, name, str(tmp_path), hosts=hosts, preload=preload)
+    run_ranks(len(hosts), with_body, name, str(tmp_path), hosts=hosts, preload=preload)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------
@@ -381,6 +388,27 @@ def test_attributes_show_the_second_shards(rank, world):
         assert engine.zero_hpz_partition_size() == 2
 
 
+def kept_body(rank: int, world: int, settings: dict[str, Any]) -> int:
+    with training.engine_of(make_model(TRAITS["frozen"]), settings) as engine:
+        with torch.no_grad():
+            engine(*batch(0, 0, rank, 0))
+        return second_bytes(engine)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_plan_counts_second_shards(n: int) -> None:
+    extra = merged({"zero_optimization": {**FINE["units"], "stage3_param_persistence_threshold": 0}}, hpz(n))
+    settings = make_config(3, "fp32", 1, extra)
+    model = make_model(TRAITS["frozen"])
+    base = torch.optim.AdamW(model.parameters())
+    sizes = sizes_of(model, [group["params"] for group in base.param_groups])
+    plan = plan_memory(sizes, load_config(settings, world_size=4), 4, group_sizes(base, is_sharded=True))
+    planned = {name: phase.kinds.get(SECOND, 0) for name, phase in plan.phases.items()}
+    kept = run_ranks(4, kept_body, settings, hosts=HOSTS)
+    assert set(planned.values()) == set(kept), (planned, kept)
+    assert (kept[0] > 0) == (n == 2)
+
+
 # -- where it wins nothing, and bad input ------------------------------------------------------------------------------
 
 
@@ -397,10 +425,6 @@ def refused_body(rank: int, world: int, extra: dict[str, Any]) -> tuple[str, boo
     with engine:
         training.step(engine, *batch(0, 0, rank, 0))
         return " ".join(records), is_kept(engine)
-
-
-def hpz(n: int, **sections: Any) -> dict[str, Any]:
-    return merged({"zero_optimization": {"zero_hpz_partition_size": n}}, sections)
 
 
 @pytest.mark.parametrize(
