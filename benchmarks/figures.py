@@ -347,6 +347,40 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"a batch of a pipeline at stage 3, 2 stages x 2 ranks, a GPT of 4 layers, fp32, {where}: {what}",
+            goal,
+            "pipeline_stage3",
+            {"contender": f"stage 3, {name}"},
+            key,
+            is_important=(name, key) == ("joint", "ratio_to_stage_2"),
+        )
+        for what, key in (
+            ("time over stage 2's", "ratio_to_stage_2"),
+            ("bytes beyond stage 2's with one gather in place of that of the update", "bytes_beyond_formula"),
+        )
+        for name, where, goal in (
+            ("gloo", "over gloo", "<= 1.15"),
+            ("shared", "through shared memory", "<= 1.15"),
+            ("joint", "weights in joint memory", "<= 1.05"),
+        )
+        for goal in ((goal,) if key == "ratio_to_stage_2" else ("<= 0",))
+    ),
+    Figure(
+        "an evaluation of a pipeline at stage 3, live tensor bytes of a rank: over shards of weights and gradients, and the limit",
+        "<= 1.05",
+        "pipeline_stage3",
+        {"contender": "peak"},
+        "peak_to_plan",
+    ),
+    Figure(
+        "a pipeline of sleeping stages at stage 3, 2 stages x 2 ranks: time over the simulated table with gathers, of the schedule with the worst",
+        "<= 1.05",
+        "pipeline_stage3",
+        {"contender": "makespan", "schedule": "all"},
+        "ratio_to_simulated",
+    ),
+    *(
+        Figure(
             f"an action of a pipeline's runner beyond the stage's own functions and autograd, us: `{schedule}`, {where}",
             "<= 30",
             "pipeline_actions",

@@ -209,6 +209,14 @@ BENCHMARKS = [
         "--rounds 1 --ranks 2 --micro-batches 8",
     ),
     _script(
+        "pipeline_stage3",
+        "parallel",
+        f"{OURS}/pipeline_stage3.py",
+        (*ENGINE, "csrc/comm", "csrc/pipe", "deepspeed_c/pipe", "deepspeed_c/engine/pipeline.py"),
+        200,
+        "--rounds 1 --sleep-rounds 1 --width 64",
+    ),
+    _script(
         "pipeline_actions",
         "parallel",
         f"{OURS}/pipeline_actions.py",

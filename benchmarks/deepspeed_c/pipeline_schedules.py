@@ -18,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +44,30 @@ class Sleep(torch.autograd.Function):
     """The identity, which sleeps in the backward, and in the forward if it is told to."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sleeps: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, seconds: float, sleeps: bool) -> torch.Tensor:
+        ctx.seconds = seconds
         if sleeps:
-            time.sleep(SLEEP_S)
+            time.sleep(seconds)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(SLEEP_S)
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return grad, None, None
 
 
 class Sleeper(torch.nn.Module):
-    """A stage. The gradient of its input and that of its weight take equally long."""
+    """A stage. Gradients of its input and of its weight take equally long. ``n_rows`` of its weight are used as their
+    mean.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = SLEEP_S, n_rows: int = 1) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+        self.seconds = seconds
+        self.weight = torch.nn.Parameter(torch.ones(n_rows, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(x, True) * Sleep.apply(self.weight, False)
+        return Sleep.apply(x, self.seconds, True) * Sleep.apply(self.weight, self.seconds, False).mean(0)
 
 
 def loss_of(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -86,11 +91,11 @@ def alone(*, is_last: bool) -> list[int]:
     return [int(statistics.median(each)) for each in zip(*times, strict=True)]
 
 
-def engine_of(schedule: str, n: int) -> Any:
-    ranks = dist.get_world_size()
+def engine_of(schedule: str, n: int, ranks: int, layer: Callable[[], Sleeper] = Sleeper, **sections: Any) -> Any:
+    """An engine of ``ranks`` ranks a pipeline. sections: of its configuration."""
     virtual = VIRTUAL[schedule]
     net = PipelineModule(
-        [LayerSpec(Sleeper) for _ in range(ranks * virtual)],
+        [LayerSpec(layer) for _ in range(ranks * virtual)],
         num_stages=ranks,
         loss_fn=loss_of,
         partition_method="uniform",
@@ -102,8 +107,24 @@ def engine_of(schedule: str, n: int) -> Any:
         "gradient_accumulation_steps": n,
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "steps_per_print": 10**9,
+        **sections,
     }
     return deepspeed_c.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
+
+
+def time_runs(engine: Any) -> None:
+    """Has the engine note in ``_told`` when each run of its table begins and ends. All ranks begin together."""
+    run, told = engine._runner.run, engine.__dict__.setdefault("_told", [])
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        begin = time.monotonic()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            told.append((begin, time.monotonic()))
+
+    engine._runner.run = timed
 
 
 def serve() -> None:
@@ -117,18 +138,8 @@ def serve() -> None:
     for line in sys.stdin:
         schedule, n = json.loads(line)
         if (schedule, n) not in engines:
-            engines[schedule, n] = engine = engine_of(schedule, n)
-            run, told = engine._runner.run, engine.__dict__.setdefault("_told", [])
-
-            def timed(*args: Any, run: Any = run, told: list[Any] = told, **kwargs: Any) -> Any:
-                dist.barrier()
-                begin = time.monotonic()
-                try:
-                    return run(*args, **kwargs)
-                finally:
-                    told.append((begin, time.monotonic()))
-
-            engine._runner.run = timed
+            engines[schedule, n] = engine_of(schedule, n, dist.get_world_size())
+            time_runs(engines[schedule, n])
         engine = engines[schedule, n]
         dist.barrier()
         costs = [alone(is_last=is_last) for is_last in (False, True)]
