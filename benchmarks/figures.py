@@ -169,6 +169,35 @@ FIGURES = [
         is_important=True,
     ),
     *(
+        Figure(
+            f"stage 3 step with `zero_hpz_partition_size`, 2 hosts x 2 ranks, links of 200 Mbit/s, {dtype}, {micros} micro-batch{'es' * (micros > 1)}: {what} over that without",
+            goal,
+            "second_shards",
+            {"dtype": dtype, "micro_batches": micros},
+            key,
+        )
+        for dtype, micros, what, key, goal in (
+            ("fp32", 1, "time", "ratio_to_stage_3", "<= 0.75"),
+            ("bf16", 4, "time", "ratio_to_stage_3", "<= 0.65"),
+            ("fp32", 1, "bytes that leave a host (2/3 by the formula)", "bytes_to_stage_3", "<= 0.67"),
+            ("bf16", 1, "bytes that leave a host (3/4 by the formula)", "bytes_to_stage_3", "<= 0.755"),
+            ("bf16", 4, "bytes that leave a host (9/16 by the formula)", "bytes_to_stage_3", "<= 0.565"),
+        )
+    ),
+    *(
+        Figure(
+            f"stage 3 step with `zero_hpz_partition_size` on one host, 2 ranks, fp32: {what}",
+            goal,
+            "second_shards_one_host",
+            {"hosts": 1},
+            key,
+        )
+        for what, key, goal in (
+            ("time over that without", "ratio_to_stage_3", "<= 1.02"),
+            ("tensor bytes of a rank beyond those without", "bytes_more", "<= 0"),
+        )
+    ),
+    *(
         Figure(what, goal, "activation_budget", {"benchmark": "activation_budget"}, key)
         for what, goal, key in (
             (

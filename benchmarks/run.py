@@ -250,6 +250,25 @@ BENCHMARKS = [
         "--rounds 1 --mib 1 --width 256 --layers 4",
     ),
     _script(
+        "second_shards",
+        "parallel",
+        f"{OURS}/second_shards.py",
+        (*ENGINE, "csrc/comm"),
+        110,
+        "--rounds 1 --width 256 --layers 4",
+    ),
+    _script(
+        "second_shards_one_host",
+        "parallel",
+        f"{OURS}/second_shards.py",
+        (*ENGINE, "csrc/comm"),
+        60,
+        "--rounds 1 --width 64 --layers 2",
+        n_ranks=2,
+        # A step takes a few dozen milliseconds, so more rounds are needed for the same noise.
+        args="--one-host --rounds 41",
+    ),
+    _script(
         "overlap",
         "parallel",
         f"{OURS}/overlap.py",

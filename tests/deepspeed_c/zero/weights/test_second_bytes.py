@@ -1,5 +1,4 @@
-"""Second shards (hpZ): the bytes of weights and gradients that leave a host in a step are those of the formula, with and
-without them."""
+"""Second shards (hpZ): a host sends the bytes of the formula in a step, with them and without."""
 
 from __future__ import annotations
 
