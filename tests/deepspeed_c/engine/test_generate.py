@@ -34,13 +34,13 @@ def make_llama() -> Any:
     return llama(5, **sizes, pad_token_id=0)
 
 
-def make(stage: int, joint: bool, **zero: Any) -> Any:
+def make(stage: int, joint: bool, local: str = "shm", **zero: Any) -> Any:
     config = training.config(
         stage,
         "AdamW",
         zero={"reduce_bucket_size": 3000, "stage3_param_persistence_threshold": 30, **zero},
         lr=1e-2,
-        comm={"local": "shm", "zero_copy_gather": joint},
+        comm={"local": local, "zero_copy_gather": joint},
     )
     return deepspeed_c.initialize(model=make_llama(), config=config)[0]
 

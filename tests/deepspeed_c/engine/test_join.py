@@ -27,6 +27,7 @@ from tests.deepspeed_c.engine.test_generate import (
     write,
 )
 from tests.deepspeed_c.zero.test_oracle import make_config
+from tests.hosts import why_no_hosts
 from tests.log_lines import LogLines
 from tests.ranks import on_ranks, run_ranks
 from tests.toys import twin_of
@@ -48,9 +49,9 @@ def fail() -> None:
 # -- tokens, memory and training ---------------------------------------------------------------------------------------------
 
 
-def turns_body(rank: int, world: int, generates: bool) -> Any:
+def turns_body(rank: int, world: int, generates: bool, more: dict[str, Any]) -> Any:
     losses = []
-    with make_large() as engine:
+    with make_large(**more) as engine:
         fetcher = engine._fetcher
         for turn in range(4):
             if generates:
@@ -72,11 +73,17 @@ def turns_body(rank: int, world: int, generates: bool) -> Any:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_tokens_are_those_of_a_plain_model_within_the_limit(world: int) -> None:
-    runs = [run_ranks(world, turns_body, generates) for generates in (True, False)]
+    runs = [run_ranks(world, turns_body, generates, {}) for generates in (True, False)]
     for (losses, weights), (other_losses, other_weights) in zip(*runs, strict=True):
         assert losses == other_losses
         for name, value in weights.items():
             assert torch.equal(value, other_weights[name]), name
+
+
+@pytest.mark.limit(300)
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
+def test_tokens_are_those_of_a_plain_model_with_second_shards() -> None:
+    run_ranks(4, turns_body, True, {"local": "auto", "zero_hpz_partition_size": 2}, hosts=(0, 0, 1, 1))
 
 
 def rounds_body(rank: int, world: int) -> list[str]:

@@ -107,7 +107,9 @@ class SecondShards(WeightSource):
 
     @property
     def cost(self) -> GatherCost:
-        return (self._second if self._is_fresh else self._first).cost
+        first = self._first.cost
+        # The memory is that of the first gather, so that a lease does not depend on what has been gathered before.
+        return first._replace(received=self._second.cost.received) if self._is_fresh else first
 
     @property
     def second(self) -> torch.Tensor | None:
