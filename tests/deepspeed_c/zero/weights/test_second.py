@@ -66,6 +66,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.always(5)
 @pytest.mark.parametrize("trait, dtype, fine, gas, is_sent", CELLS)
 def test_the_oracle_holds_and_bits_are_those_without_second_shards(trait, dtype, fine, gas, is_sent):
     zero = dict(FINE[fine])
@@ -212,6 +213,8 @@ def assert_same_bits(got: Any, want: Any, where: str) -> None:
         assert got == want or (math.isnan(got) and math.isnan(want)), f"{where}: {got} is not {want}"
 
 
+@pytest.mark.always(3)
+@pytest.mark.limit(300)
 @pytest.mark.parametrize("name", WITH)
 def test_with_other_features_no_bit_differs(name: str, tmp_path: Path) -> None:
     hosts = WITH[name][0]
