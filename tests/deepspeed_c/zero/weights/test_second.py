@@ -1,5 +1,10 @@
 """Second shards (hpZ): the bits are those of stage 3 without them, and between two changes of the weights each unit
-crosses the link between hosts once."""
+crosses the link between hosts once.
+
+Failures of DeepSpeed's hpZ that tests here would find: training that does not converge (DeepSpeed#4851) or has loss 0
+(#5059), and hangs (#5030), by bits of losses and weights over 20 steps with evaluations between; offload (#6391); three
+groups of ranks (#4386).
+"""
 
 from __future__ import annotations
 
