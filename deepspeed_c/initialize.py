@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
@@ -23,6 +23,7 @@ from deepspeed_c.config.optim import OptimizerSection
 from deepspeed_c.config.parallel import HybridEngine, TensorParallel
 from deepspeed_c.config.schedule import Scheduler
 from deepspeed_c.config.source import GivenConfig, source_of_engine
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.data.loader import DeepSpeedDataLoader
 from deepspeed_c.engine.build import OptimizerFactory, build_optimizer
 from deepspeed_c.engine.consistency import broadcast_model, check_same_model, check_same_text
@@ -41,8 +42,10 @@ from deepspeed_c.logging import log_dist, set_level
 from deepspeed_c.moe.connect import connect_experts
 from deepspeed_c.moe.spread import spread_experts
 from deepspeed_c.pipe import PipelineModule
+from deepspeed_c.pipe.units import check_units
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good, mesh_of_config
+from deepspeed_c.zero.layout.unit import UnitPlan
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer
 from deepspeed_c.zero.weights.code_layers import check_layers
 from deepspeed_c.zero.weights.init import Init, materialize, store_whole
@@ -181,10 +184,11 @@ def initialize(
             settings.optimizer, settings.bf16, model, optimizer, model_parameters, may_be_empty=others_train
         )
         zero_optimizer, layout = None, Layout([], [], None)
+        check = _check_of(pipeline, settings.zero, comm)
         if base is not None:
-            zero_optimizer, layout = shard_model(model, base, settings, precision, mesh)
+            zero_optimizer, layout = shard_model(model, base, settings, precision, mesh, check=check)
         elif sharding.parameters:
-            layout = lay_out_model(model, None, settings, precision, mesh)
+            layout = lay_out_model(model, None, settings, precision, mesh, check)
         placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
         model.to(device)  # parameters and buffers outside units
         precision.cast_frozen(model, placed)
@@ -206,6 +210,13 @@ def initialize(
         undo.pop_all()
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler
+
+
+def _check_of(pipeline: PipelineModule | None, zero: Zero, comm: Collectives) -> Callable[[Sequence[UnitPlan]], None]:
+    """The check of planned units. Ranks without a parameter to train have units of other kinds, and take part."""
+    if pipeline is None or not zero.sharding.parameters:
+        return lambda plans: None
+    return lambda plans: check_units(plans, zero.stage3_max_live_parameters, comm)
 
 
 def _fill_shards(model: torch.nn.Module, mesh: Mesh, source: GivenConfig) -> None:

@@ -84,7 +84,7 @@ PERMITTED: dict[str, str] = {
     "moe/spread.py: adapter.lora_A[key].out_features": "peft's own: the sizes of an adapter on a stack of experts, which is cut",
     "moe/spread.py: adapter.lora_B[key].in_features": "peft's own: the sizes of an adapter on a stack of experts, which is cut",
     "zero/layout/cuts.py: param.tp_cut": "torch's own: what a tensor is marked with",
-    "pipe/module.py: tensor.pipe_tied_ranks": "torch's own: what a tensor is marked with",
+    "zero/layout/cuts.py: param.pipe_tied_ranks": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_gradients": "torch's own: what a tensor is marked with",
     "inject/ranks.py: param.tp_sum_hook": "torch's own: what a tensor is marked with",
     "zero/weights/param.py: torch.Tensor.ds_status": "torch's own: what a tensor is marked with",

@@ -15,10 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = {
     "dsc_aio_plug_backend": "the cores' tests, and those of what uses the I/O engine, make transfers fail through it; the binding does not have it",
     "dsc_aio_wait_all": "a program in C drains its engine with it; in Python a handle counts its requests itself",
-    "peak_elems": "a plan and a pass say what the plan was made to limit, for tests to compare",
     "profile_of_layers": "programs that call configure(profile=True) ask for it; an engine logs the table by itself",
     "READY": "hooks start what is due by themselves; tests ask for it one by one",
-    "RELEASE": "the values of an enumeration come together",
     "muon_momentum": "ops/reference.py says what an operator computes, for tests to compare with",
     "muon_apply": "ops/reference.py says what an operator computes, for tests to compare with",
     "q8_quantize": "ops/reference.py says what an operator computes, for tests to compare with",

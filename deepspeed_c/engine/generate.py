@@ -76,7 +76,7 @@ class Generation:
         self._require_ready, self._check_prompts = require_ready, check_prompts
         self._threads: Counter[int] = Counter()  # calls that have not returned, by thread
         self.cost = GenerationCost()
-        """Of all calls so far."""
+        """The sum over all calls so far."""
         self.kept: KeptCache | None = None
         """The cache of an engine that only generates."""
 

@@ -40,7 +40,6 @@ from deepspeed_c.pipe.stopping import Peers, Stopped, raise_on_all
 from deepspeed_c.pipe.weigh import Scale
 from deepspeed_c.pipe.writable import copied, writable
 from deepspeed_c.recompute.conditions import Conditions
-from deepspeed_c.zero.layout.experts import expert_ranks_of
 from deepspeed_c.zero.weights.drivers.batch import BatchPlan
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.param import state_of
@@ -140,7 +139,6 @@ class PipelineEngine(TrainingHost):
         together = [self._comm.global_ranks[rank] for rank in self._mesh.ranks(EP, SP, TP)]
         self._peers = Peers(self._comm, together)
         self._runner = Runner(self._stages, self._peers)
-        self._check_units()
         self._costs = [Cost()] * len(module.rank_of)
         self._is_weighed = section.activation_bytes_limit is None
         if not self._is_weighed and self._config.activation_checkpointing.budget is not None:
@@ -153,32 +151,6 @@ class PipelineEngine(TrainingHost):
     def _require_states(self, what: str) -> None:
         self._peers.require_connected(what)
         super()._require_states(what)
-
-    def _check_units(self) -> None:
-        """Raises ConfigError on all ranks if sharded weights of any rank cannot be gathered for a batch. Collective
-        where weights are sharded."""
-        fetcher = self._fetcher
-        if fetcher is None:
-            return
-        largest = max(fetcher.groups, key=lambda group: group.numel, default=None)
-        experts = [slot.name for group in fetcher.groups for slot in group.slots if expert_ranks_of(slot.param) > 1]
-        mine = (0, "") if largest is None else (largest.numel, largest.label)
-        found = self._comm.gather_objects((mine, experts[:1]), label="gather units")
-        n_elems, label = max(unit for unit, _ in found)
-        if n_elems > fetcher.limits.max_live:
-            raise ConfigError(
-                f"is {fetcher.limits.max_live}, and {label} is gathered as one unit of {n_elems} elements",
-                where="zero_optimization.stage3_max_live_parameters",
-                fix=f"set it to {n_elems} at least, or make units smaller by zero_optimization.reduce_bucket_size; a"
-                " unit has one parameter at least",
-            )
-        name = next((names[0] for _, names in found if names), "")
-        if name:
-            raise ConfigError(
-                f"is {self._config.zero.stage}, and {name} of a pipeline belongs to experts that are spread over ranks",
-                where="zero_optimization.stage",
-                fix="use stage 1 or 2 with such experts",
-            )
 
     def _units_of(self, stage: int) -> list[int]:
         """The gather units of one of this rank's stages, in the order of its layers."""

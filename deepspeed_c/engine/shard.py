@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -19,10 +20,13 @@ from deepspeed_c.zero.gradients.bucket import GradientPools
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.gradients.summing import ReduceSettings
 from deepspeed_c.zero.layout.layout import Layout, lay_out, mark_leaves
+from deepspeed_c.zero.layout.unit import UnitPlan
 from deepspeed_c.zero.states.kinds import kind_of
 from deepspeed_c.zero.states.optimizer import StepOptions, ZeroOptimizer
 
 __all__ = ["lay_out_model", "make_reducer", "shard_model", "take_cores_back"]
+
+Check = Callable[[Sequence[UnitPlan]], None]
 
 
 def lay_out_model(
@@ -31,9 +35,10 @@ def lay_out_model(
     config: Config,
     precision: Precision,
     mesh: Mesh,
+    check: Check = lambda plans: None,
 ) -> Layout:
     """Lays the model out in units, and puts their states and weights where the configuration says. ``base``: the
-    optimizer that trains the model; None if it is only evaluated (stage 3)."""
+    optimizer that trains the model; None if it is only evaluated (stage 3). ``check``: see ``lay_out``."""
     if config.zero.sharding.parameters:
         mark_leaves(model, config.zero)
     groups = [] if base is None else [group["params"] for group in base.param_groups]
@@ -50,6 +55,7 @@ def lay_out_model(
         is_chosen=config.is_chosen,
         joins=config.comm.zero_copy_gather,
         broadcasts=config.disable_allgather,
+        check=check,
     )
     if layout.fetcher is not None:
         store_weights(config.zero.offload_param, config.aio, layout.fetcher, mesh.comm)
@@ -69,17 +75,20 @@ def shard_model(
     precision: Precision,
     mesh: Mesh,
     optimizer: ZeroOptimizer | None = None,
+    *,
+    check: Check = lambda plans: None,
 ) -> tuple[ZeroOptimizer, Layout]:
     """Lays the model out in units, puts hooks on the trained parameters for their gradients, and points the optimizer
     to this rank's shards.
 
-    ``optimizer``: the present optimizer over ``base``, which takes over the new units; None: make one."""
+    ``optimizer``: the present optimizer over ``base``, which takes over the new units; None: make one. ``check``: see
+    ``lay_out``."""
     offload = config.zero.offload_optimizer
     with ExitStack() as on_error:
         if offload.super_offload:
             threads.leave(offload.cpuadam_cores_perc)
             on_error.callback(take_cores_back, offload)
-        layout = lay_out_model(model, base, config, precision, mesh)
+        layout = lay_out_model(model, base, config, precision, mesh, check)
         if offload.super_offload and not any(unit.steps_ahead for unit in layout.trained):
             log_dist(
                 "super_offload has nothing to do here: masters lie on the device or are the weights that backward reads",

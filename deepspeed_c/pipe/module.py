@@ -29,6 +29,7 @@ from deepspeed_c.pipe.topology import (
 from deepspeed_c.pipe.writable import copied, needs_gradient
 from deepspeed_c.recompute.configured import checkpoint
 from deepspeed_c.utils.runtime import call_to_str, set_random_seed
+from deepspeed_c.zero.layout.cuts import mark_tied
 from deepspeed_c.zero.weights.init import Init, open_context, shard_anew, store_whole, suspended
 from deepspeed_c.zero.weights.param import StandaloneShard, shape_of, state_of, whole_of
 
@@ -384,7 +385,7 @@ class PipelineModule(torch.nn.Module):
         for key, ranks in self.tied_ranks().items():
             module = self._tied_module(key) if len(ranks) > 1 else None
             for tensor in () if module is None else (*module.parameters(), *module.buffers()):
-                tensor.pipe_tied_ranks = ranks
+                mark_tied(tensor, ranks)
 
     def forward(self, forward_input: Any) -> Any:
         """Run this rank's layers. If the rank has several stages of a longer pipeline, use ``run_stage`` for one of

@@ -68,7 +68,7 @@ class Lent(NamedTuple):
 
 
 class _Flight:
-    """What a stage keeps of a micro-batch from its forward to its backward: the places where gradients enter and leave.
+    """The part of a micro-batch that a stage keeps from its forward to its backward: the places where gradients enter and leave.
     Outputs themselves are freed as soon as they are sent."""
 
     def __init__(self, inputs: Any, outputs: Any) -> None:

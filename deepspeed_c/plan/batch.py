@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_c import _C
-from deepspeed_c.errors import ConfigError
 from deepspeed_c.pipe.link import Link, LocalLink
 from deepspeed_c.pipe.runner import COMPUTATIONS, Lent, Runner, Stage
+from deepspeed_c.pipe.units import check_unit
 from deepspeed_c.plan.sizes import PipelineSizes
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.weights.drivers.batch import BatchPlan
@@ -27,7 +27,7 @@ class BatchGathers(NamedTuple):
     """The gathers of one rank in a batch, after the order of its units has been learnt."""
 
     n_units: int
-    elems: int  # of all units
+    elems: int  # the sum over all units
     max_elems: int  # stage3_max_live_parameters
     n_gathers: int
     received_bytes: int  # from other ranks
@@ -136,12 +136,8 @@ class PipelineBatch:
         Raises ConfigError for a unit of more elements than the limit, as the engine does.
         """
         largest = max([] if fetcher is None else fetcher.groups, key=lambda group: group.numel, default=None)
-        if largest is not None and largest.numel > fetcher.limits.max_live:
-            raise ConfigError(
-                f"is {fetcher.limits.max_live}, and {largest.label} is gathered as one unit of {largest.numel} elements",
-                where="zero_optimization.stage3_max_live_parameters",
-                fix=f"set it to {largest.numel} at least, or make units smaller by zero_optimization.reduce_bucket_size",
-            )
+        if largest is not None:
+            check_unit(largest.label, largest.numel, fetcher.limits.max_live)
         actions = self._pipeline.actions
         computations = [(kind, stage) for kind, stage, _ in actions if kind in COMPUTATIONS]
         plan = None if fetcher is None or not fetcher.groups else fetcher.drivers.of(BatchPlan)
@@ -170,8 +166,7 @@ class PipelineBatch:
         )
         runner = Runner(self._stages, _NoPeers())
         if plan is not None:
-            vars(stats).update(vars(fetcher.stats))
-            fetcher.stats = stats
+            fetcher.count_in(stats)
         n_gathers, n_bytes = stats.n_gathers, stats.n_received_bytes
         units = {stage: self._units_of(stage) for stage in self._modules}
         with reducer.coalesce(), nullcontext() if plan is None else plan.running("batch", computations, units):

@@ -14,13 +14,13 @@ from deepspeed_c.plan.table import Table, plan_table
 from deepspeed_c.plan.table import as_json as table_as_json
 from deepspeed_c.plan.table import as_text as table_as_text
 
-__all__ = ["PipelinePlan", "RankPlan", "as_json", "as_text", "plan_pipeline"]
+__all__ = ["PipelinePlan", "PlannedRank", "as_json", "as_text", "plan_pipeline"]
 
 
-class RankPlan(NamedTuple):
+class PlannedRank(NamedTuple):
     """One rank of the pipeline. Ranks with the same stages in parallel pipelines need as much."""
 
-    rank: int  # of the run
+    rank: int  # its number in the run
     layers: list[tuple[int, int, int]]  # (stage, its first layer, the layer after its last one)
     table: Table
 
@@ -34,7 +34,7 @@ class RankPlan(NamedTuple):
 class PipelinePlan(NamedTuple):
     """The ranks of one pipeline, in the order of their first stages."""
 
-    ranks: list[RankPlan]
+    ranks: list[PlannedRank]
     n_pipelines: int
     n_micro_batches: int
     schedule: str  # that the module was built for
@@ -49,7 +49,7 @@ def plan_pipeline(
     Raises the errors of ``plan_table``.
     """
     module: PipelineModule = first.model
-    ranks: list[RankPlan] = []
+    ranks: list[PlannedRank] = []
     for rank in module.mesh.ranks(PP):
         found = first if rank == 0 else find(rank)
         own: PipelineModule = found.model
@@ -63,7 +63,7 @@ def plan_pipeline(
             **options,
         )
         layers = [(stage, own.parts[stage], own.parts[stage + 1]) for stage in own.stages]
-        ranks.append(RankPlan(rank, layers, table))
+        ranks.append(PlannedRank(rank, layers, table))
     pipeline = ranks[0].table.sizes.pipeline
     return PipelinePlan(ranks, ranks[0].table.n_ranks, pipeline.n_micro_batches, module.schedule)
 

@@ -14,7 +14,7 @@ from deepspeed_c.errors import ModelError, OptimizerError
 from deepspeed_c.inject.cut import Cut, keep_part
 from deepspeed_c.ops import q8
 from deepspeed_c.ops.scope import declaration
-from deepspeed_c.zero.layout.cuts import cut_of, tied_over
+from deepspeed_c.zero.layout.cuts import cut_of, mark_tied, tied_over
 from deepspeed_c.zero.layout.experts import expert_ranks_of, mark_stack
 from deepspeed_c.zero.layout.leaf import is_leaf
 from deepspeed_c.zero.states.entries import must_see_pieces
@@ -212,7 +212,7 @@ def model_of(
         elif size.n_expert_ranks > 1:
             param.allreduce, param.group_name = False, f"ep_size_{size.n_expert_ranks}"
         if size.n_tied > 1:
-            param.pipe_tied_ranks = tuple(range(size.n_tied))  # which ranks they are does not matter
+            mark_tied(param, range(size.n_tied))  # only their number matters
         module.register_parameter(last, param)
         if size.group is not None:
             groups[size.group].append(param)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_c.buffers import BufferPool
-from deepspeed_c.config import Config, ReadConfig, read_config
+from deepspeed_c.config import ReadConfig, read_config
+from deepspeed_c.config.parallel import Pipeline
 from deepspeed_c.config.source import GivenConfig, read_source
 from deepspeed_c.config.stages import STAGES
 from deepspeed_c.engine.build import build_optimizer
@@ -151,7 +152,9 @@ def plan_table(
         precision = Precision(config, model)
         sizes = _sizes_of(model, base, precision, is_sharded)._replace(n_tensor=n_tensor)
         if is_pipeline:
-            sizes = sizes._replace(pipeline=pipeline_sizes(model, config))
+            sizes = sizes._replace(
+                pipeline=pipeline_sizes(model, config.pipeline, config.gradient_accumulation_steps or 1)
+            )
         if sizes.n_held < sizes.numel:
             notes.append(
                 f"a rank holds {_count(sizes.n_held)} of the {_count(sizes.numel)} parameters: experts are spread over"
@@ -260,9 +263,8 @@ def _activations_of(option: Option, traced: Traced, *, is_host: bool) -> Activat
     return Activations(forward, backward, option.host_peak, option.nvme_peak, passing, holes)
 
 
-def pipeline_sizes(module: PipelineModule, config: Config) -> PipelineSizes:
-    """A rank's part of the batch that the engine of ``module`` would run. The schedule is as the engine finds it."""
-    section, n = config.pipeline, config.gradient_accumulation_steps or 1
+def pipeline_sizes(module: PipelineModule, section: Pipeline, n: int) -> PipelineSizes:
+    """A rank's part of a batch of ``n`` micro-batches. The engine of ``module`` would find the same schedule."""
     is_v = traits_of(module.schedule, "PipelineModule").is_v
     costs = [Cost()] * len(module.rank_of)
     name = fitting(section.schedule or module.schedule, module.num_stages, n, costs, None, is_v=is_v)

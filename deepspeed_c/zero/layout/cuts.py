@@ -16,6 +16,7 @@ from deepspeed_c.zero.weights.param import shape_of, state_of
 __all__ = [
     "check_cuts",
     "cut_of",
+    "mark_tied",
     "numel_alike",
     "read_marks",
     "summed_over",
@@ -52,6 +53,11 @@ def tied_over(param: torch.Tensor) -> Sequence[int]:
     """The pipeline ranks that have a copy of ``param`` in one of their layers and sum its gradient
     (``pipe_tied_ranks``). Empty if only one rank has the parameter."""
     return getattr(param, "pipe_tied_ranks", ())
+
+
+def mark_tied(param: torch.Tensor, ranks: Sequence[int]) -> None:
+    """Stores in ``param`` the pipeline ranks that have a copy of it in one of their layers."""
+    param.pipe_tied_ranks = tuple(ranks)
 
 
 def numel_alike(param: torch.Tensor) -> int:

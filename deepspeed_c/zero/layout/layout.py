@@ -25,7 +25,7 @@ from deepspeed_c.zero.layout.leaf import (
     set_z3_leaf_module,
 )
 from deepspeed_c.zero.layout.second import second_groups
-from deepspeed_c.zero.layout.unit import Dtypes, Unit, UnitGroups, build_units
+from deepspeed_c.zero.layout.unit import Dtypes, Unit, UnitGroups, UnitPlan, plan_units
 from deepspeed_c.zero.states.home import ON_DEVICE, Placement
 from deepspeed_c.zero.weights.drivers.recorded import RecordedPlan
 from deepspeed_c.zero.weights.drivers.run import FetchLimits
@@ -180,6 +180,7 @@ def lay_out(
     broadcasts: bool,
     shard_axes: Callable[[torch.nn.Parameter], Sequence[str]] = lambda param: SHARDS,
     gather_pool: BufferPool | None = None,
+    check: Callable[[Sequence[UnitPlan]], None] = lambda plans: None,
 ) -> Layout:
     """Makes the units of a model with the optimizer groups ``groups`` (empty for an engine that only evaluates), and
     shards the model's states as the stage says.
@@ -188,7 +189,8 @@ def lay_out(
     without copies where this is possible. ``broadcasts``: updated weights are broadcast and not gathered. ``device``:
     the device that computes (default: each parameter's own). ``shard_axes``: returns the axes among ``TOKENS`` over
     which the stage cuts a parameter; ranks along the other axes hold copies. ``gather_pool``: a pool for the fetcher to
-    use instead of a new one. Collective if the process groups of such axes have not been made yet.
+    use instead of a new one. ``check`` gets the plans of all units before any weight moves, and may raise. Collective
+    if the process groups of such axes have not been made yet.
     """
     sharding = zero.sharding
 
@@ -259,36 +261,37 @@ def lay_out(
     def is_sharded(param: torch.nn.Parameter) -> bool:
         return shards_params and id(param) not in whole
 
-    trained_units = build_units(
+    trained = plan_units(
         groups,
         names,
         groups_of=groups_of_trained,
         bucket_elems=elems_of(n_trained, placement),
         dtypes_of=precision.dtypes_of,
         is_sharded=is_sharded,
-        joins=joins,
         placement_of=lambda param: on_device if id(param) in staying else placement,
         device=device,
     )
     if not sharding.parameters:
-        return Layout(trained_units, [], None, names_by_group)
+        check(trained)
+        return Layout([Unit(plan) for plan in trained], [], None, names_by_group)
 
     def frozen_dtypes(name: str, param: torch.nn.Parameter) -> Dtypes:
         dtype = precision.dtypes_of(name, param).param
         return Dtypes(dtype, dtype, None)
 
     n_frozen = sum(numel_alike(p) for p in frozen)
-    frozen_units = build_units(
+    kept = plan_units(
         [frozen] if frozen else [],
         names,
         groups_of=groups_of,
         bucket_elems=elems_of(n_frozen, on_device),
         dtypes_of=frozen_dtypes,
         is_sharded=is_sharded,
-        joins=joins,
         placement_of=lambda param: on_device,
         device=device,
     )
+    check([*trained, *kept])
+    trained_units, frozen_units = ([Unit(plan, joins=joins) for plan in plans] for plans in (trained, kept))
     units = [*trained_units, *frozen_units]
     sharded = [unit for unit in units if unit.is_sharded]
     largest = max((unit.bucket_numel(b) for unit in sharded for b in range(unit.n_buckets)), default=0)

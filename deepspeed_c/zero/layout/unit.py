@@ -26,7 +26,7 @@ from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
 from deepspeed_c.zero.weights.param import shape_of, state_of, take_over, whole_of
 from deepspeed_c.zero.weights.unread import ReadRange, UnreadShard
 
-__all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "UnitGroups", "UnitKind", "build_units"]
+__all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "UnitGroups", "UnitKind", "UnitPlan", "plan_units"]
 
 # Every parameter and every slice starts on a 64-byte line in every dtype (16 f32 or 32 16-bit elements).
 ALIGN_ELEMS = 32
@@ -64,6 +64,31 @@ class UnitKind(NamedTuple):
     # Whether the parameters are cut over tensor-parallel ranks. Norms count each element once, and without copies the
     # groups of cut and whole parameters do not differ.
     is_cut: bool
+
+
+class UnitPlan(NamedTuple):
+    """A unit that has no buffers yet: nothing of its parameters has moved."""
+
+    group: int  # index of the optimizer group
+    params: list[tuple[str, int, torch.nn.Parameter]]  # (name, order of registration, parameter)
+    kind: UnitKind
+    bucket_elems: int  # the most elements of a bucket
+
+    def layout(self) -> _C.ZeroLayout:
+        numels = [shape_of(p).numel() for _, _, p in self.params]
+        return _C.ZeroLayout(numels, self.kind.groups.comm.world_size, self.bucket_elems, ALIGN_ELEMS)
+
+    def bucket_numels(self) -> list[int]:
+        """Elements of each bucket, with padding."""
+        return [n * self.kind.groups.comm.world_size for n in self.layout().slice_elems]
+
+    def bucket_names(self) -> list[list[str]]:
+        """Names of the parameters of each bucket, in order of registration."""
+        layout = self.layout()
+        names: list[list[str]] = [[] for _ in layout.bucket_begin]
+        for (name, _, _), bucket in sorted(zip(self.params, layout.bucket_of), key=lambda place: place[0][1]):
+            names[bucket].append(name)
+        return names
 
 
 class Fragment(NamedTuple):
@@ -134,25 +159,18 @@ class Unit:
     ``master`` only within ``states.open(bucket)``, and ``weight_slices`` within ``weights.open(bucket)``.
     """
 
-    def __init__(
-        self,
-        group: int,
-        params: Sequence[tuple[str, int, torch.nn.Parameter]],
-        kind: UnitKind,
-        *,
-        bucket_elems: int,
-        joins: bool = False,
-    ) -> None:
+    def __init__(self, plan: UnitPlan, *, joins: bool = False) -> None:
         """joins: put sharded weights into joint memory of ``comm`` if there is room for them."""
+        kind, params = plan.kind, plan.params
         dtypes, comm = kind.dtypes, kind.groups.comm
-        self.group, self.is_sharded, self.device = group, kind.is_sharded, kind.device
+        self.group, self.is_sharded, self.device = plan.group, kind.is_sharded, kind.device
         states, weights = kind.placement.states, (kind.placement if self.is_sharded else ON_DEVICE).weights
         self.states: Home = states.make(states, self.device)
         self.weights: Home = weights.make(weights, self.device)
         self.dtype, self.comm_dtype, self.is_sparse = dtypes.param, dtypes.comm, dtypes.is_sparse
         self.master_dtype = dtypes.master or dtypes.param
         self.comm, self.replicas, self.twins, self.parts = kind.groups
-        layout = _C.ZeroLayout([shape_of(p).numel() for _, _, p in params], comm.world_size, bucket_elems, ALIGN_ELEMS)
+        layout = plan.layout()
         # The attributes of the layout are read once, because each access makes a new list.
         self.flat_elems: int = layout.flat_elems
         self.shard_elems: int = layout.shard_elems
@@ -577,7 +595,7 @@ class Unit:
         self.weights.end()
 
 
-def build_units(
+def plan_units(
     groups: Sequence[Sequence[torch.nn.Parameter]],
     names: dict[int, tuple[str, int]],
     *,
@@ -585,11 +603,10 @@ def build_units(
     bucket_elems: Callable[[int], int],
     dtypes_of: Callable[[str, torch.nn.Parameter], Dtypes],
     is_sharded: Callable[[torch.nn.Parameter], bool] = lambda param: False,
-    joins: bool = False,
     placement_of: Callable[[torch.nn.Parameter], Placement] = lambda param: ON_DEVICE,
     device: torch.device | None = None,
-) -> list[Unit]:
-    """Makes the units of all optimizer groups.
+) -> list[UnitPlan]:
+    """Plans the units of all optimizer groups.
 
     Members lie in reverse order of registration. Backward produces their gradients in about that order, so that the
     first buckets fill first.
@@ -597,11 +614,10 @@ def build_units(
     names: ``id(param)`` -> (name, order of registration). bucket_elems: number of ranks that share a unit -> most
     elements of a bucket. dtypes_of: the dtypes of weights, reductions and masters. is_sharded: whether a parameter's
     weights are sharded; masters are sharded if the unit has more than one shard. groups_of: the ranks that hold the
-    shards of a parameter, and the ranks that hold copies. joins: sharded weights lie in joint memory of the ranks.
-    placement_of: where a parameter's states and weights live. device: the device that computes with the parameters
-    (default: each parameter's own).
+    shards of a parameter, and the ranks that hold copies. placement_of: where a parameter's states and weights live.
+    device: the device that computes with the parameters (default: each parameter's own).
     """
-    units: list[Unit] = []
+    units: list[UnitPlan] = []
     for index, group in enumerate(groups):
         by_kind: dict[UnitKind, list[tuple[str, int, torch.nn.Parameter]]] = {}
         for p in group:
@@ -620,5 +636,5 @@ def build_units(
         for kind, members in by_kind.items():
             members.sort(key=lambda member: -member[1])
             n_shards = kind.groups.comm.world_size
-            units.append(Unit(index, members, kind, bucket_elems=bucket_elems(n_shards), joins=joins))
+            units.append(UnitPlan(index, members, kind, bucket_elems(n_shards)))
     return units

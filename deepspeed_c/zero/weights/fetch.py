@@ -155,6 +155,11 @@ class Fetcher:
         """Whether all units gathered at once take memory for more elements than ``FetchLimits.max_live``."""
         return sum(group.numel for group in self.groups if group.source.cost.memory) > self.limits.max_live
 
+    def count_in(self, stats: FetchStats) -> None:
+        """Continues the statistics in ``stats``, from their present values."""
+        vars(stats).update(vars(self.stats))
+        self.stats = stats
+
     def live(self) -> list[int]:
         """The units that are gathered."""
         return [group.index for group in self.groups if group.buffer is not None and not group.is_leaving]

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from deepspeed_c.errors import ConfigError, StageError
-from deepspeed_c.pipe import PipelineModule
+from deepspeed_c.moe.layer import MoE
+from deepspeed_c.pipe import LayerSpec, PipelineModule
 from tests.deepspeed_c.pipe.models import Plain, loss_fn, micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import SCHEDULES, config_of
 from tests.ranks import run_ranks
@@ -140,12 +141,40 @@ def test_a_stage_that_fails_serves_the_gathers_of_other_pipelines(schedule, limi
 def refuse_body(rank: int, world: int, limit: int) -> str:
     """Only the first stage has a matrix of 23 x 100 elements."""
     net = PipelineModule([nn.Embedding(23, 100), nn.Linear(100, 4), nn.Linear(4, 4)], num_stages=2, loss_fn=loss_fn)
+    said = refused(net, stage3(2, {"stage3_max_live_parameters": limit}))
+    with engine_of(net, stage3(2)) as engine:  # as if nothing had happened
+        data = [(torch.arange(2), torch.arange(2))] * 2
+        assert float(engine.train_batch(iter(data))) > 0
+    return said
+
+
+def refused(net: PipelineModule, config: dict[str, Any]) -> str:
+    """The error of an engine that is refused. The model has to be as before."""
+    before = {name: (p, p.data_ptr(), p.detach().clone()) for name, p in net.named_parameters()}
     with pytest.raises(ConfigError) as caught:
-        engine_of(net, stage3(2, {"stage3_max_live_parameters": limit}))
+        engine_of(net, config)
+    assert before.keys() == dict(net.named_parameters()).keys()
+    for name, p in net.named_parameters():
+        same, place, values = before[name]
+        assert p is same and type(p) is nn.Parameter and p.data_ptr() == place and torch.equal(p, values), name
     return str(caught.value)
 
 
-def test_a_limit_below_one_unit_is_refused_on_all_ranks():
+def test_a_limit_below_one_unit_is_refused_on_all_ranks_before_a_weight_moves():
     for said in run_ranks(4, refuse_body, 2299):
         for word in ("stage3_max_live_parameters", "is 2299", "0.weight", "one unit of 2304 elements"):  # padded
+            assert word in said, said
+
+
+def refuse_experts_body(rank: int, world: int) -> str:
+    """Only the last stage has experts."""
+    moe = LayerSpec(MoE, 8, nn.Linear(8, 8), 2, ep_size=2, drop_tokens=False)
+    layers = [nn.Linear(4, 8), nn.Linear(8, 8), moe, lambda found: found[0]]
+    net = PipelineModule(layers, num_stages=2, loss_fn=loss_fn, partition_method=[0, 2, 4])
+    return refused(net, stage3(2))
+
+
+def test_experts_that_are_spread_are_refused_on_all_ranks_before_a_weight_moves():
+    for said in run_ranks(4, refuse_experts_body):
+        for word in ("zero_optimization.stage", "is 3", "deepspeed_experts", "use stage 1 or 2"):
             assert word in said, said
