@@ -84,7 +84,6 @@ def settled(case: Case) -> Case:
             put_back("tp")
             if case["schedule"] not in ("gpipe", "zb_h1"):
                 put_back("schedule")  # the others need two layers a stage and chunk
-        case["stage"] %= 3  # stage 3 is refused
         if case["recompute"] == "budget":
             case["recompute"] = "auto"
         if case["schedule"] == "dualpipe_v" and case["gas"] < 2 * case["pp"]:
