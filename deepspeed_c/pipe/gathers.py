@@ -15,14 +15,12 @@ from deepspeed_c import _C
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.pipe.runner import COMPUTATIONS
 from deepspeed_c.pipe.schedule import StageUnit
+from deepspeed_c.zero.weights.drivers.batch import first_order
 
 __all__ = ["GRADIENTS", "UnitGathers", "unit_gathers"]
 
 GRADIENTS = "gradients of each unit are summed whole over the micro-batches of a batch, and reduced once"
 """How an engine sums: a sum in shards would have to be reduced for each micro-batch."""
-
-# Their gradients go through the layers from the last one to the first.
-_REVERSED = (_C.PIPE_BACKWARD, _C.PIPE_INPUT)
 
 
 class UnitGathers(NamedTuple):
@@ -60,7 +58,7 @@ def unit_gathers(
     for index, unit in enumerate(mine):
         of_stage.setdefault(unit.stage, []).append(index)
     computations = [(kind, stage) for kind, stage, _ in table.actions(rank) if kind in COMPUTATIONS]
-    orders = [of_stage.get(stage, [])[:: -1 if kind in _REVERSED else 1] for kind, stage in computations]
+    orders = [first_order(kind, of_stage.get(stage, [])) for kind, stage in computations]
     steps = [unit for order in orders for unit in order]
     steps = [unit for i, unit in enumerate(steps) if i == 0 or unit != steps[i - 1]]
     fetch = _C.Fetch(numels)

@@ -33,7 +33,7 @@ from deepspeed_c.zero.weights.gather_unit import GatherUnit
 if TYPE_CHECKING:
     from deepspeed_c.zero.weights.fetch import Fetcher
 
-__all__ = ["BatchPlan"]
+__all__ = ["BatchPlan", "first_order"]
 
 # Computations whose first guess at the order of units is the reverse of the forward's. The second half of a split
 # backward goes through the layers in the order of the forward.
@@ -43,6 +43,12 @@ Computation = tuple[int, int]
 """(kind of action, stage)"""
 Orders = dict[Computation, list[int]]
 """Units in the order of use, without repetitions of neighbours."""
+
+
+def first_order(kind: int, units: Sequence[int]) -> list[int]:
+    """The order in which a computation is taken to use its units until its uses are known. ``units``: of its stage, in
+    the order of layers."""
+    return list(units)[:: -1 if kind in _REVERSED else 1]
 
 
 class _Table:
@@ -135,8 +141,7 @@ class BatchPlan(Driver):
         orders: Orders = {}
         for kind, stage in dict.fromkeys(computations):
             known = (t.orders[kind, stage] for t in self._tables.values() if t.n_batches and (kind, stage) in t.orders)
-            guess = list(units[stage])
-            orders[kind, stage] = next(known, guess[::-1] if kind in _REVERSED else guess)
+            orders[kind, stage] = next(known, first_order(kind, units[stage]))
         return orders
 
     def _begin(self, table: _Table) -> None:
