@@ -131,9 +131,9 @@ class GatherUnit:
         self.is_ready = self.is_leaving = False
 
     def expect_grads(self, expects: bool) -> None:
-        """Sets whether gradients may arrive while the unit is released. If so, its trained parameters have their whole
-        shape; otherwise they are empty."""
-        if self.buffer is None and self._expects_grads != expects:
+        """Sets whether gradients may arrive while the unit is released, or on its way. If so, its trained parameters have
+        their whole shape; otherwise they are empty."""
+        if not self.is_ready and self._expects_grads != expects:
             self._release(expects)
 
     def show_released(self) -> None:
