@@ -265,8 +265,7 @@ BENCHMARKS = [
         60,
         "--rounds 1 --width 64 --layers 2",
         n_ranks=2,
-        # A step takes a few dozen milliseconds, so more rounds are needed for the same noise.
-        args="--one-host --rounds 41",
+        args="--one-host",
     ),
     _script(
         "overlap",

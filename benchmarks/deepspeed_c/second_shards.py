@@ -40,7 +40,7 @@ ROWS = 4
 # Limit on (bytes that a host sends, with acknowledgements and headers) / (bytes of the formula).
 MOST_OVER_FORMULA = 1.1
 # On one host.
-ROWS_OF_ONE_HOST, STEPS_A_ROUND = 64, 4
+ROWS_OF_ONE_HOST, STEPS_A_ROUND = 64, 20
 
 
 class Trained:
