@@ -185,8 +185,8 @@ class Compiling:
         register_compile_pass(pass_name, pass_fn, contract)
 
     def get_compile_time(self) -> list[tuple[str, int, int, float]]:
-        """The time of the passes over compiled graphs so far: ("fwd" or "bwd", number among all edited graphs, number of
-        the frame, seconds). Empty without deepcompile.
+        """The time of the passes over compiled graphs so far: ("fwd" or "bwd", number among all edited graphs, number
+        of the frame, seconds). Empty without deepcompile.
         """
         return [] if self._compiled is None else self._compiled.backend.times
 

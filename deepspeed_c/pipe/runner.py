@@ -68,8 +68,8 @@ class Lent(NamedTuple):
 
 
 class _Flight:
-    """The part of a micro-batch that a stage keeps from its forward to its backward: the places where gradients enter and leave.
-    Outputs themselves are freed as soon as they are sent."""
+    """The part of a micro-batch that a stage keeps from its forward to its backward: the places where gradients enter
+    and leave. Outputs themselves are freed as soon as they are sent."""
 
     def __init__(self, inputs: Any, outputs: Any) -> None:
         self.inputs = [leaf for leaf in tree_flatten(inputs)[0] if needs_gradient(leaf)]

@@ -131,8 +131,8 @@ class GatherUnit:
         self.is_ready = self.is_leaving = False
 
     def expect_grads(self, expects: bool) -> None:
-        """Sets whether gradients may arrive while the unit is released, or on its way. If so, its trained parameters have
-        their whole shape; otherwise they are empty."""
+        """Sets whether gradients may arrive while the unit is released or on its way. Its trained parameters have their
+        whole shape then; otherwise they are empty."""
         if not self.is_ready and self._expects_grads != expects:
             self._release(expects)
 

@@ -45,7 +45,7 @@ CHOICES: dict[str, list[Any]] = {
     "recompute": ["none", "none", "auto", "budget"], "dropout": ["none", "none", "keyed", "own"],
     "attention": ["auto", "auto", "ring"], "loss": ["model's own", "gathered", "weighted", "of the vocabulary"],
     "schedule": ["1f1b", "gpipe", "zb_h1", "zb_v", "interleaved", "dualpipe_v"], "user_backward": [False, False, True],
-    "bucket": [100_000, 3000], "products": ["torch", "widened"],
+    "bucket": [100_000, 3000], "products": ["torch", "widened"], "live": ["all", "all", "two units"],
 }  # fmt: skip
 STEPS, RATE, BATCH, TOKENS, DROPPED = 2, 0.3, 2, 12, 0.2
 WITH_SEQUENCES = ("llama", "llama_tied_shared", "qwen3")
@@ -102,6 +102,10 @@ def settled(case: Case) -> Case:
         put_back("data")
     if case["precision"] == "fp32":
         put_back("products")
+    if case["stage"] < 3:
+        put_back("live")
+    elif case["live"] != "all":
+        case["bucket"] = 3000
     return case
 
 
@@ -119,6 +123,9 @@ def config_of(case: Case) -> dict[str, Any]:
         lr=RATE,
         **PRECISIONS[case["precision"]],
     )
+    if case["live"] == "two units":
+        most = max(case["bucket"], *(param.numel() for param in make(case["family"]).parameters()))
+        config["zero_optimization"] |= {"stage3_max_live_parameters": 2 * most, "stage3_prefetch_bucket_size": 0}
     if case["tp"] > 1:
         config["tensor_parallel"] = {"autotp_size": case["tp"]}
     if case["sp"] > 1:
