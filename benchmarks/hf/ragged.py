@@ -7,7 +7,7 @@ of transformers runs the same prompts, and so does vLLM where DSC_VLLM_PYTHON na
 (benchmarks/hf/vllm_cpu.py). Logits of the last tokens have to be as near to fp32 as transformers' in bf16. A
 prompt of 512 tokens comes in one piece and in four, and 512 tokens of 520 are found. All other prompts have salts of
 their own, so that nothing is found.
-Run: python -m benchmarks.hf.ragged [--rounds 6] [--layers 16] [--width 1152]
+Run: python -m benchmarks.hf.ragged [--rounds 3] [--layers 16] [--width 1152]
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def make_engine(model: Any, *, deterministic: bool = False) -> InferenceEngineV2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=1152)
     options = parser.parse_args()
