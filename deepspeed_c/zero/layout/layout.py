@@ -307,5 +307,5 @@ def lay_out(
         near_of=(lambda unit: None) if second is None else second.near_of,
     )
     if second is not None:
-        second.tell(sharded)
+        second.tell([unit for unit in sharded if unit.device.type != "meta"])  # a plan has a table instead
     return Layout(trained_units, frozen_units, fetcher, names_by_group)

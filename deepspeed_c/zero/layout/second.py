@@ -53,6 +53,8 @@ class SecondGroups:
     def tell(self, units: Sequence[Unit]) -> None:
         """Logs on rank 0 what second shards of ``units`` cost and save."""
         found = [(unit, near) for unit in units if (near := self.near_of(unit)) is not None]
+        if not found:
+            return
         whole = [sum(unit.bucket_bytes(bucket) for bucket in range(unit.n_buckets)) for unit, _ in found]
         kept = sum(n_bytes // near.comm.world_size for n_bytes, (_, near) in zip(whole, found))
         n_ranks, n_group = sum(map(len, self._groups)), len(self._groups[0])
