@@ -83,6 +83,9 @@ class _Table:
                 if steps[-1:] != [unit]:
                     steps.append(unit)
             self.ends.append(len(steps))
+        if not self.n_batches and self._run.holds_all:
+            # A guess may lack the last use of a unit: while there is room for all of them, they stay to the end.
+            steps += [unit for unit in dict.fromkeys(steps) if steps[-1:] != [unit]]
         self.ends.append(len(steps))
         is_new = steps != self.steps
         if is_new:

@@ -55,6 +55,12 @@ class PlanRun:
         limits = self._fetcher.limits
         return _C.FetchPlan(steps, self._elems, limits.max_live, limits.ahead, limits.max_reuse)
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether the limits let all units stay gathered together."""
+        limits = self._fetcher.limits
+        return sum(self._elems) <= min(limits.max_live, limits.max_reuse)
+
     def begin(self, steps: Sequence[int], plan: Any, live: Sequence[int] | None = None) -> None:
         """Begins a pass along ``plan``, whose order is ``steps``. ``live``: the units that are gathered already, the
         same on all ranks; default: all that are gathered."""
