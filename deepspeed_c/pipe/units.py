@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.zero.layout.experts import expert_ranks_of
-from deepspeed_c.zero.layout.unit import UnitPlan
+from deepspeed_c.zero.layout.unit import UnitPlan, label_of
 
 __all__ = ["check_unit", "check_units"]
 
@@ -35,9 +35,8 @@ def check_units(plans: Sequence[UnitPlan], limit: int, comm: Collectives) -> Non
         if names
     ]
     numel, names = max(buckets, default=(0, [""]))
-    label = names[0] if len(names) == 1 else f"{names[0]} (+{len(names) - 1} more)"
     experts = [name for plan in sharded for name, _, param in plan.params if expert_ranks_of(param) > 1]
-    found = comm.gather_objects(((numel, label), experts[:1]), label="gather units")
+    found = comm.gather_objects(((numel, label_of(names)), experts[:1]), label="gather units")
     numel, label = max(unit for unit, _ in found)
     check_unit(label, numel, limit)
     name = next((names[0] for _, names in found if names), "")

@@ -258,17 +258,12 @@ def plan_memory(
             offload,
             {name: walk.book.phases[name] for name in PHASES if name in walk.book.phases},
             len(walk.buckets),
-            "" if unit is None else _label(unit.bucket_slots[index]),
+            "" if unit is None else unit.gather_label(index),
             0 if unit is None else unit.bucket_bytes(index),
             window_elems,
             walk.lease,
             walk.batch,
         )
-
-
-def _label(slots: Sequence[Slot]) -> str:
-    first = min(slots, key=lambda slot: slot.order).name
-    return first if len(slots) == 1 else f"{first} (+{len(slots) - 1} more)"
 
 
 class _Walk:
@@ -304,13 +299,12 @@ class _Walk:
         scratch = BufferPool(count=book.counter(SCRATCH))
         n_pipeline = 1 if sizes.pipeline is None else sizes.pipeline.n_ranks
         n_all = n_ranks * sizes.n_tensor * n_pipeline
+        n_near = config.zero.zero_hpz_partition_size
         self._comm = comm = PretendedRanks(
             n_all,
             scratch,
             _transport(config.comm, is_host=is_host),
-            n_host=config.zero.zero_hpz_partition_size * sizes.n_tensor
-            if config.zero.zero_hpz_partition_size > 1
-            else 0,
+            n_host=n_near * sizes.n_tensor if n_near > 1 else 0,
         )
         data_first = config.use_data_before_expert_parallelism
         mesh = pretended_mesh(comm, config.zero, sizes.n_tensor, data_first=data_first, n_pipeline=n_pipeline)

@@ -1,4 +1,4 @@
-"""Which ranks keep second shards together (``zero_hpz_partition_size``, hpZ of ZeRO++).
+"""Groups of ranks that keep second shards together (``zero_hpz_partition_size``, hpZ of ZeRO++).
 
 The ranks that share the weights are taken host by host and cut into groups of n, so that a group lies on one host. The
 near ranks of a unit are the ranks of its shards that are in one such group. Experts on other ranks hold other weights,
@@ -27,8 +27,7 @@ _KEY = "zero_optimization.zero_hpz_partition_size"
 class SecondGroups:
     """The groups of ranks that keep second shards together.
 
-    groups: ranks of ``mesh.comm``, ascending in each group. n_host: of the ranks that share the weights, those of each
-    host.
+    groups: ranks of ``mesh.comm``, ascending in each group. n_host: how many ranks of each host share the weights.
     """
 
     def __init__(self, mesh: Mesh, groups: Sequence[Sequence[int]], n_host: int) -> None:
@@ -75,7 +74,7 @@ def second_groups(zero: Zero, mesh: Mesh, *, is_joint: bool) -> SecondGroups | N
     Collective. Raises ConfigError on all ranks if ``zero_hpz_partition_size`` does not fit the ranks and their hosts.
     """
     n = zero.zero_hpz_partition_size
-    if n <= 1 or not zero.sharding.parameters:
+    if n <= 1:
         return None
     sharing = set(mesh.ranks(*SHARDS))
     by_host = [part for host in mesh.comm.by_host if (part := [rank for rank in host if rank in sharing])]

@@ -26,7 +26,18 @@ from deepspeed_c.zero.states.home import ON_DEVICE, Home, Placement, Tagged
 from deepspeed_c.zero.weights.param import shape_of, state_of, take_over, whole_of
 from deepspeed_c.zero.weights.unread import ReadRange, UnreadShard
 
-__all__ = ["ALIGN_ELEMS", "Dtypes", "Fragment", "Slot", "Unit", "UnitGroups", "UnitKind", "UnitPlan", "plan_units"]
+__all__ = [
+    "ALIGN_ELEMS",
+    "Dtypes",
+    "Fragment",
+    "Slot",
+    "Unit",
+    "UnitGroups",
+    "UnitKind",
+    "UnitPlan",
+    "label_of",
+    "plan_units",
+]
 
 # Every parameter and every slice starts on a 64-byte line in every dtype (16 f32 or 32 16-bit elements).
 ALIGN_ELEMS = 32
@@ -64,6 +75,11 @@ class UnitKind(NamedTuple):
     # Whether the parameters are cut over tensor-parallel ranks. Norms count each element once, and without copies the
     # groups of cut and whole parameters do not differ.
     is_cut: bool
+
+
+def label_of(names: Sequence[str]) -> str:
+    """A short text for a bucket with the parameters of these names, in order of registration."""
+    return names[0] if len(names) == 1 else f"{names[0]} (+{len(names) - 1} more)"
 
 
 class UnitPlan(NamedTuple):
@@ -316,6 +332,10 @@ class Unit:
             names = [slot.name for slot in self.bucket_slots[bucket] if slot in self.fragment_of]
             self._labels[bucket] = " to ".join(dict.fromkeys((names[0], names[-1]))) if names else "padding"
         return self._labels[bucket]
+
+    def gather_label(self, bucket: int) -> str:
+        """A name of a whole bucket, the same on all ranks: that of its first parameter, and the number of others."""
+        return label_of([slot.name for slot in sorted(self.bucket_slots[bucket], key=lambda slot: slot.order)])
 
     @property
     def n_ranks(self) -> int:

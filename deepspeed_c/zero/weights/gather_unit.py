@@ -36,8 +36,7 @@ class GatherUnit:
         self.index, self.unit, self.bucket, self._fetcher = index, unit, bucket, fetcher
         self.slots: list[Slot] = unit.bucket_slots[bucket]
         self.numel = unit.bucket_numel(bucket)
-        first = min(self.slots, key=lambda slot: slot.order)
-        self.label = first.name if len(self.slots) == 1 else f"{first.name} (+{len(self.slots) - 1} more)"
+        self.label = unit.gather_label(bucket)
         self.source = source_of(unit, bucket, self.label, fetcher.means)
         self.buffer: torch.Tensor | None = None  # [numel], of the source
         self.is_ready = False  # the parameters point into the buffer
