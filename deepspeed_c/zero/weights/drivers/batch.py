@@ -12,7 +12,8 @@ gathered for this use.
 The ranks that gather a stage's weights from each other are in different pipelines, which run the same table. If a stage
 of one pipeline fails, the ranks of this pipeline compute no more, but the others go on, and need the shards of the
 stopped ranks. Such a rank goes through the rest of its table as if it computed: for each computation it
-announces the units that the same computation has used before.
+announces the units that the same computation has used before. In a batch with a computation that no rank has run before
+there is nothing to announce, so in such a batch the ranks tell each other each use, and follow it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ Computation = tuple[int, int]
 """(kind of action, stage)"""
 Orders = dict[Computation, list[int]]
 """Units in the order of use, without repetitions of neighbours."""
+_NO_USE = -1
+"""Told in place of a unit, by a rank that uses none until its computation ends."""
 
 
 def first_order(kind: int, units: Sequence[int]) -> list[int]:
@@ -52,10 +55,13 @@ def first_order(kind: int, units: Sequence[int]) -> list[int]:
 
 
 class _Table:
-    """The plan of batches with equal tables. ``orders``: the same on all ranks that gather from each other."""
+    """The plan of batches with equal tables. ``orders``: the same on all ranks that gather from each other. guessed: the
+    computations whose orders no rank has found."""
 
-    def __init__(self, run: PlanRun, computations: Sequence[Computation], orders: Orders) -> None:
-        self._run, self.computations, self.orders = run, list(computations), orders
+    def __init__(
+        self, run: PlanRun, computations: Sequence[Computation], orders: Orders, guessed: set[Computation]
+    ) -> None:
+        self._run, self.computations, self.orders, self.guessed = run, list(computations), orders, guessed
         self.latest: Orders = {}
         """The units of this rank's last computation of each kind."""
         self.n_batches = 0
@@ -69,6 +75,7 @@ class _Table:
         for computation in self.orders:
             orders = [of_rank[computation] for of_rank in found if computation in of_rank]
             if orders:
+                self.guessed.discard(computation)
                 longest = max(orders, key=len)
                 others = dict.fromkeys(unit for order in orders for unit in order)
                 self.orders[computation] = [*longest, *(unit for unit in others if unit not in longest)]
@@ -83,7 +90,7 @@ class _Table:
                 if steps[-1:] != [unit]:
                     steps.append(unit)
             self.ends.append(len(steps))
-        if not self.n_batches and self._run.holds_all:
+        if self.guessed and self._run.holds_all:
             # A guess may lack the last use of a unit: while there is room for all of them, they stay to the end.
             steps += [unit for unit in dict.fromkeys(steps) if steps[-1:] != [unit]]
         self.ends.append(len(steps))
@@ -108,6 +115,7 @@ class BatchPlan(Driver):
         self._longest: Orders = {}  # of the computations of this batch
         self._extra: GatherUnit | None = None  # gathered without a plan, for one use
         self._n_unexpected, self._has_met_unplanned = 0, False
+        self._tells, self._is_computing = False, False
 
     @contextmanager
     def running(
@@ -124,7 +132,7 @@ class BatchPlan(Driver):
             yield
             return
         if key not in self._tables:
-            self._tables[key] = _Table(self._run, computations, self._first_orders(computations, units))
+            self._tables[key] = _Table(self._run, computations, *self._first_orders(computations, units))
         self._begin(self._tables[key])
         fetcher.drivers.put(self)
         try:
@@ -139,13 +147,23 @@ class BatchPlan(Driver):
             fetcher.drivers.take(self)
         self._recorded.rest()
 
-    def _first_orders(self, computations: Sequence[Computation], units: Mapping[int, Sequence[int]]) -> Orders:
-        """The orders of another table, else guesses: the order of layers, or its reverse."""
+    def _first_orders(
+        self, computations: Sequence[Computation], units: Mapping[int, Sequence[int]]
+    ) -> tuple[Orders, set[Computation]]:
+        """Returns (the orders that another table has found, else guesses: the order of layers, or its reverse; the
+        computations with guesses)."""
         orders: Orders = {}
-        for kind, stage in dict.fromkeys(computations):
-            known = (t.orders[kind, stage] for t in self._tables.values() if t.n_batches and (kind, stage) in t.orders)
-            orders[kind, stage] = next(known, first_order(kind, units[stage]))
-        return orders
+        guessed: set[Computation] = set()
+        for computation in dict.fromkeys(computations):
+            for table in self._tables.values():
+                if computation in table.orders and computation not in table.guessed:
+                    orders[computation] = table.orders[computation]
+                    break
+            else:
+                kind, stage = computation
+                orders[computation] = first_order(kind, units[stage])
+                guessed.add(computation)
+        return orders, guessed
 
     def _begin(self, table: _Table) -> None:
         fetcher = self.fetcher
@@ -153,6 +171,7 @@ class BatchPlan(Driver):
             self._recorded.begin_batch()
             self._table, self._number, self._at, self._longest = table, 0, 0, {}
             self._n_unexpected, self._has_met_unplanned = 0, False
+            self._tells = fetcher.is_collective and bool(table.guessed)
             fetcher.begin_pass(is_backward=False, expects_grads=False)
             # A unit that is still gathered stays if the batch begins with it.
             fetcher.let_all_go(keep=table.steps[0] if table.steps else -1)
@@ -167,9 +186,10 @@ class BatchPlan(Driver):
             table.n_batches += 1
             n, found = table.n_batches, [self._longest]
             # Units gathered with other ranks and without a plan are the same on all of them, but records of use differ.
-            # So the ranks agree on orders after such a batch, and after batches 1, 2, 4, 8 and so on.
+            # So the ranks agree on orders after such a batch, after one with guesses, and after batches 1, 2, 4, 8 and
+            # so on.
             if fetcher.is_collective:
-                is_due = self._has_met_unplanned or n & (n - 1) == 0
+                is_due = self._has_met_unplanned or self._tells or n & (n - 1) == 0
                 comm = fetcher.groups[0].unit.comm
                 found = comm.gather_objects(self._longest, label="order of use") if is_due else []
             table.learn(found)
@@ -181,7 +201,7 @@ class BatchPlan(Driver):
     def computing(self, kind: int, stage: int, *, saves: bool) -> Iterator[None]:
         """The context of one computation. saves: whether a backward will go through it."""
         key, table = (kind, stage), self._table
-        self._used = []
+        self._used, self._is_computing = [], table is not None
         try:
             if saves and kind == _C.PIPE_FORWARD:
                 with self.fetcher.saved.hooks_of(None, lambda _: None):
@@ -190,8 +210,7 @@ class BatchPlan(Driver):
                 yield
         except Exception:
             if table is not None:
-                self._announce(self._expected(key)[len(self._used) :])
-                self._leave()
+                self._leave(self._expected(key)[len(self._used) :])
             raise
         if table is None:  # no stage of this rank has sharded weights
             return
@@ -204,22 +223,37 @@ class BatchPlan(Driver):
         """Takes part in the gathers of a computation that this rank does not do."""
         if self._table is not None:
             self._used = []
-            self._announce(self._expected((kind, stage)))
-            self._leave()
+            self._leave(self._expected((kind, stage)))
 
     def _expected(self, key: Computation) -> list[int]:
         """The units that a computation on other ranks uses."""
         return self._table.latest.get(key, self._table.orders[key])
 
-    def _announce(self, units: Sequence[int]) -> None:
-        for unit in units:
-            self.fetcher.use(self.fetcher.groups[unit])
-
-    def _leave(self) -> None:
-        """The running computation has ended: passes the steps of its plan that this rank has not used."""
+    def _leave(self, announced: Sequence[int] = ()) -> None:
+        """The running computation has ended: passes the steps of its plan that this rank has not used. announced: units
+        that other ranks still use in it."""
+        self._is_computing = False
+        if self._tells:
+            self._follow_until(_NO_USE)
+        else:
+            for unit in announced:
+                self.fetcher.use(self.fetcher.groups[unit])
         with self.fetcher.lock:
             self._pass_to(self._table.ends[self._number])
             self._number += 1
+
+    def _follow_until(self, unit: int) -> None:
+        """Tells a use of ``unit`` to the other ranks, and follows theirs until they all take this one. A rank that
+        computes no more follows to the end of the computation."""
+        fetcher = self.fetcher
+        comm = fetcher.groups[0].unit.comm
+        # The highest is taken first: ranks that differ take each other's uses one after another.
+        while (told := max(comm.gather_numbers(unit, label="use of weights"))) != unit:
+            with fetcher.lock:
+                group = fetcher.groups[told]
+                self._come_to(group)
+                if not group.is_ready:
+                    group.finish()
 
     def _pass_to(self, end: int) -> None:
         while self._at < end:
@@ -233,9 +267,15 @@ class BatchPlan(Driver):
             extra.leave(expects_grads=self.fetcher.phase.expects_grads)
 
     def use(self, group: GatherUnit) -> None:
+        if self._used[-1:] != [group.index]:
+            self._used.append(group.index)
+            if self._tells and self._is_computing:
+                self._follow_until(group.index)
+        self._come_to(group)
+
+    def _come_to(self, group: GatherUnit) -> None:
+        """Passes the steps up to a use in the plan of the running computation."""
         unit, table = group.index, self._table
-        if self._used[-1:] != [unit]:
-            self._used.append(unit)
         steps, at = table.steps, self._at
         if at > 0 and steps[at - 1] == unit:
             return
