@@ -99,7 +99,7 @@ class Source(ABC):
         state: the rest, each entry only where it is known: "counters" {global_steps, global_samples, micro_steps,
             skipped_steps: int}, "lr_scheduler" (a state dict), "loss_scaler" ({"scale": float, "step": int,
             "last_overflow_step": int, "hysteresis_left": int}), "client_state" (dict), "config" (dict), "versions"
-            (dict).
+            (dict), "pipeline" (of a PipelineModule: {"tied": {key: numbers of the layers that DeepSpeed saves}}).
     """
 
     where: str

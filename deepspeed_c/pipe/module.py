@@ -380,6 +380,20 @@ class PipelineModule(torch.nn.Module):
                 ranks.setdefault(spec.key, set()).add(self.rank_of[self.stage_owner(index)])
         return {key: tuple(sorted(found)) for key, found in ranks.items()}
 
+    def saved_ties(self) -> dict[str, list[int]]:
+        """For every key, the numbers of the layers in whose files DeepSpeed would save its weights: those without a
+        ``forward_fn``, or the first if there are none."""
+        layers: dict[str, list[TiedLayerSpec]] = {}
+        numbers: dict[str, list[int]] = {}
+        for index, spec in enumerate(self.specs):
+            if isinstance(spec, TiedLayerSpec):
+                layers.setdefault(spec.key, []).append(spec)
+                numbers.setdefault(spec.key, []).append(index)
+        return {
+            key: [n for n, spec in zip(of_key, layers[key], strict=True) if spec.forward_fn is None] or of_key[:1]
+            for key, of_key in numbers.items()
+        }
+
     def _mark_tied(self) -> None:
         """Store in each weight of a tied module which pipeline ranks have a copy of it."""
         for key, ranks in self.tied_ranks().items():

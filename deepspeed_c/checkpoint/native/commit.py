@@ -371,7 +371,7 @@ def _step_of_deepspeed(path: str) -> int | None:
     files = find_files(path)
     if files is None or 0 not in files.models:
         return None
-    model = ModelStates(files.models[0])
+    model = ModelStates(files.models[0], layers=files.layers)
     n_ranks = model.world_size if isinstance(model.world_size, int) else 1
     for by_rank in (files.optimizers, files.models if files.is_stage3 else {}):
         if by_rank and set(by_rank) != set(range(n_ranks)):

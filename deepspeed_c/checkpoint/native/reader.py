@@ -41,7 +41,7 @@ NAMES_SHOWN = 5
 # Descriptors that one checkpoint takes; the usual limit of a process is 1024.
 FILES_KEPT_OPEN = 64
 # Types of the entries that state.pt may have.
-_STATE_TYPES = {"client_state": dict, "extra_state": dict, "groups": list, "loss_scaler": dict}
+_STATE_TYPES = {"client_state": dict, "extra_state": dict, "groups": list, "loss_scaler": dict, "pipeline": dict}
 
 
 class NativeSource(Source):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.checkpoint.formats.dcp import write_dcp
-from deepspeed_c.checkpoint.formats.deepspeed import write_deepspeed, write_universal
+from deepspeed_c.checkpoint.formats.deepspeed import stage_for, write_deepspeed, write_universal
 from deepspeed_c.checkpoint.native.commit import write_latest
 from deepspeed_c.checkpoint.native.save import write_native
 from deepspeed_c.checkpoint.source import PARAM, Source
@@ -78,7 +78,7 @@ def _to_deepspeed(source: Source, folder: str, target: Target) -> str:
         folder,
         tag=target.tag or tag_for(source),
         world_size=source.topology.world_size if target.world_size is None else target.world_size,
-        stage=source.topology.stage if target.stage is None else target.stage,
+        stage=stage_for(source, source.topology.stage) if target.stage is None else target.stage,
         dtype=target.dtype or trained_dtype(source),
         n_tensor_ranks=1 if target.tensor_ranks is None else target.tensor_ranks,
         tensor_info=target.tensor_info,

@@ -24,6 +24,7 @@ from deepspeed_c.env import read_env
 from deepspeed_c.errors import AioError, CheckpointError, DeepSpeedCError, OffloadError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.ops.scope import declaration
+from deepspeed_c.pipe.module import PipelineModule
 from deepspeed_c.weights.names import named_as_in_model
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ class Checkpoints:
                     source,
                     folder,
                     world_size=n_ranks,
-                    stage=stage,
+                    stage=files.deepspeed.stage_for(source, stage),
                     dtype=dtype,
                     ranks=[rank],
                     is_fused=is_fused,
@@ -205,12 +206,14 @@ class Checkpoints:
             counters=state.counters(),
             config=self._written,
             mine=files.state.pack(state.of_rank(), f"rank {rank}"),
-            common=self._common(client_state, named.others) if rank == 0 else b"",
+            common=self._common(module, client_state, named.others) if rank == 0 else b"",
             excludes_frozen=exclude_frozen,
         )
 
-    def _common(self, client_state: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
+    def _common(self, module: torch.nn.Module, client_state: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
         common = {"client_state": dict(client_state), **self._state.common()}
+        if isinstance(module, PipelineModule):
+            common["pipeline"] = {"tied": module.saved_ties()}
         if extra:
             common["extra_state"] = dict(extra)
         return files.state.pack(common, "save_checkpoint")

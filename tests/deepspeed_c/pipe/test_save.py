@@ -9,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepspeed_c.checkpoint.formats.deepspeed.write import write_deepspeed
 from deepspeed_c.checkpoint.open import open_checkpoint
+from deepspeed_c.checkpoint.source import Source
+from deepspeed_c.checkpoint.tools.convert import Target, convert
 from deepspeed_c.checkpoint.tools.export import export
-from tests.deepspeed_c.pipe.models import micro_batches, module_of
+from tests.deepspeed_c.checkpoint.formats.deepspeed.memory_source import whole
+from tests.deepspeed_c.pipe.models import layers, micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import config_of
 from tests.deepspeed_c.pipe.test_stage3 import SMALL_UNITS, TIGHT
 from tests.hf.stack import on_ranks
@@ -91,21 +93,59 @@ def checkpoint_body(rank: int, world: int, folder: str, more: dict[str, Any]) ->
             engine.save_checkpoint(f"{folder}/saved", tag=f"stage{stage}")
 
 
+def go_on_body(rank: int, world: int, folders: list[tuple[str, str]], more: dict[str, Any]) -> list[float]:
+    """The loss of the next batch after a load of each of ``folders`` (folder, tag) at stage 3."""
+    losses = []
+    for folder, tag in folders:
+        net = module_of(2)
+        with engine_of(net, config_of(2, **more, zero_optimization=zero_of(3, 768))) as engine:
+            engine.load_checkpoint(folder, tag=tag)
+            for step in (2, 3):
+                loss = engine.train_batch(iter(micro_batches(step, net.mpu().get_data_parallel_rank(), 2)))
+            losses.append(float(loss))
+    return losses
+
+
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
-def test_exports_and_files_of_deepspeed_have_whole_layers(tmp_path, more):
-    """Each tensor is in the one file of the model, and not in files of layers."""
+def test_exports_and_deepspeeds_files_of_layers_are_whole(tmp_path, more):
+    """Saved at any stage. Layer 8 is tied and has a ``forward_fn``, so it has no file in DeepSpeed."""
     run_ranks(4, checkpoint_body, str(tmp_path), more)
-    models, dtype = [], torch.bfloat16 if more else torch.float32
+    dtype = torch.bfloat16 if more else torch.float32
+    exported: list[dict[str, torch.Tensor]] = []
     for stage in range(4):
         at = tmp_path / str(stage)
         with open_checkpoint(str(tmp_path / "saved"), f"stage{stage}") as source:
             export(source, at / "exported", dtype=torch.float32)
-            path = write_deepspeed(source, at, tag="t", world_size=2, stage=0, dtype=dtype)
-        files = {file.name for file in Path(path).iterdir()}
-        assert "mp_rank_00_model_states.pt" in files and not any(name.startswith("layer_") for name in files), files
-        models.append(torch.load(f"{path}/mp_rank_00_model_states.pt", weights_only=False)["module"])
-    want = tensors_of(tmp_path / "0" / "exported")
-    assert want.keys() == models[0].keys()
-    for stage in (1, 2, 3):
-        check_same(tensors_of(tmp_path / str(stage) / "exported"), want)
-        check_same(models[stage], models[0])
+            path = convert(source, at, "deepspeed", Target(tag="t", world_size=2))
+            with open_checkpoint(path) as written:
+                check_equal(written, source)
+        exported.append(tensors_of(at / "exported"))
+        check_same(exported[stage], exported[0])
+        names = {file.name for file in Path(path).iterdir()}
+        assert {name for name in names if name.startswith("layer_")} == {
+            f"layer_{layer:02d}-model_states.pt" for layer in range(8)
+        }, names
+        assert len([name for name in names if "optim_states" in name]) == (2 if stage else 0), names
+        model = torch.load(f"{path}/mp_rank_00_model_states.pt", weights_only=False)
+        assert model["module"] is None and model["universal_checkpoint_info"]["pipeline_layers"]["tied"] == {
+            "embed": [0]
+        }
+        for layer, spec in enumerate(layers()[:8]):
+            built, content = spec.build(), torch.load(f"{path}/layer_{layer:02d}-model_states.pt", weights_only=True)
+            built.load_state_dict(content)
+            prefix = "tied_modules.embed." if layer == 0 else f"{layer}."
+            for key, value in content.items():
+                want = exported[0][prefix + key].to(dtype)
+                assert value.dtype == dtype and torch.equal(value, want), f"{layer}, {key}: {value} and {want}"
+    folders = [(str(tmp_path / "saved"), "stage3"), *((str(tmp_path / str(stage)), "t") for stage in (1, 3))]
+    for native, *others in run_ranks(4, go_on_body, folders, more):
+        assert others == [native, native], f"{others} and {native}"
+
+
+def check_equal(written: Source, source: Source) -> None:
+    """Asserts that both hold the same tensors, bit for bit."""
+    assert written.tensors.keys() == source.tensors.keys(), written.tensors.keys() ^ source.tensors.keys()
+    for kind, name in source.tensors:
+        got, want = whole(written, kind, name), whole(source, kind, name)
+        assert got.dtype == want.dtype and torch.equal(got, want), f"{kind} of {name}: {got} and {want}"
+    assert {n: i.group for n, i in written.params.items()} == {n: i.group for n, i in source.params.items()}

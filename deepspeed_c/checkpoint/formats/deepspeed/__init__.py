@@ -7,7 +7,12 @@ import os
 from deepspeed_c.checkpoint.formats.deepspeed.model_file import count_tensor_ranks, is_deepspeed
 from deepspeed_c.checkpoint.formats.deepspeed.read import DeepSpeedSource
 from deepspeed_c.checkpoint.formats.deepspeed.universal import UniversalSource, is_universal
-from deepspeed_c.checkpoint.formats.deepspeed.write import write_deepspeed, write_rank_files, write_universal
+from deepspeed_c.checkpoint.formats.deepspeed.write import (
+    stage_for,
+    write_deepspeed,
+    write_rank_files,
+    write_universal,
+)
 from deepspeed_c.checkpoint.formats.tensor_ranks import MergedSource, TensorRules
 from deepspeed_c.checkpoint.source import Source
 from deepspeed_c.errors import CheckpointError
@@ -18,6 +23,7 @@ __all__ = [
     "is_deepspeed",
     "is_universal",
     "open_deepspeed",
+    "stage_for",
     "write_deepspeed",
     "write_rank_files",
     "write_universal",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,12 +14,13 @@ import torch
 
 from deepspeed_c.checkpoint.experts import EXPERT_LIST, ExpertPlacement, expert_name
 from deepspeed_c.checkpoint.formats.deepspeed.expert_layout import ExpertLayout
+from deepspeed_c.checkpoint.formats.deepspeed.layer_files import PIPELINE_INFO, Layers
 from deepspeed_c.checkpoint.formats.deepspeed.model_file import ENGINE_KEYS
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import UPSTREAM
 from deepspeed_c.checkpoint.source import BUFFER, MASTER, PARAM, LogicalTensor, Read, Source
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["LAYOUT_VERSION", "FileLayout", "Param", "TensorRank"]
+__all__ = ["LAYOUT_VERSION", "PIPELINE_STAGES", "FileLayout", "Param", "TensorRank"]
 
 # The version of DeepSpeed with this layout. DeepSpeed reads it from the file to choose the layout.
 LAYOUT_VERSION = "0.19.6"
@@ -29,6 +30,8 @@ SHARD_ALIGNMENT_ELEMS = 2
 DEFAULT_SUB_GROUP_ELEMS = 1_000_000_000
 DEFAULT_GRADIENT_CLIPPING = 1.0
 DEFAULT_SCALE_POWER = 16
+# Stages at which DeepSpeed runs pipelines.
+PIPELINE_STAGES = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class FileLayout:
                 where=source.where,
                 fix="write the files of stage 1 or 2",
             )
+        self.pipeline = Layers.of_state(source.state.get("pipeline"), source.where)
         self._made: tuple[int, list[_Group]] | None = None
         self.weights: dict[str, LogicalTensor] = {}
         self.buffers: dict[str, LogicalTensor] = {}
@@ -222,7 +226,34 @@ class FileLayout:
 
     # The model file
 
-    def model_states(self, rank: int) -> dict[str, Any]:
+    def layers(self) -> dict[int, dict[str, str]]:
+        """For every layer of a pipeline that has a file, key in the file -> name in the model; empty if the model file
+        has the weights. See [Note: files of layers].
+
+        Raises CheckpointError for tensors that belong to no layer.
+        """
+        if self.pipeline is None or self.stage not in PIPELINE_STAGES or self.experts:
+            return {}
+        names = dict.fromkeys(name for _, name in self.source.tensors)
+        return self.pipeline.contents([*names, *self.source.aliases], self.source.where)
+
+    def layer_states(self, names: Mapping[str, str]) -> OrderedDict[str, torch.Tensor]:
+        """The weights and buffers of a layer. ``names``: its entry in ``layers()``."""
+        reads: list[Read] = []
+        made: dict[str, torch.Tensor] = {}
+        tensors: OrderedDict[str, torch.Tensor] = OrderedDict()
+        for key, alias in names.items():
+            name = self.source.aliases.get(alias, alias)
+            if name not in made:
+                is_buffer = name in self.buffers
+                tensor = self.buffers[name] if is_buffer else self.weights[name]
+                made[name] = self.whole(tensor, tensor.dtype if is_buffer else self.dtype, reads)
+            tensors[key] = made[name]
+        self.source.read(reads)
+        return tensors
+
+    def model_states(self, rank: int, layers: Collection[int] = ()) -> dict[str, Any]:
+        """layers: those whose weights are in files of their own; by default the model file has all weights."""
         state = self.source.state
         client_state = dict(state.get("client_state") or {})
         if taken := sorted(ENGINE_KEYS & set(client_state)):
@@ -233,7 +264,7 @@ class FileLayout:
         # Frozen experts are in their files. These entries would give all ranks those of rank 0.
         saves_frozen = self.stage >= 2 and not any(expert_name(name) is not None for name in self.frozen)
         return {
-            "module": self._module(),
+            "module": None if layers else self._module(),
             "buffer_names": [own for name in self.buffers if (own := self.experts.own(name, 0)) is not None],
             # With experts, each expert-parallel rank's is in a file of its own.
             "optimizer": self.optimizer_of_stage0(0)
@@ -261,10 +292,19 @@ class FileLayout:
             "ds_version": LAYOUT_VERSION,
             # DeepSpeed's converter requires this entry. On its own the entry says that no tensor is cut over
             # tensor-parallel ranks.
-            "universal_checkpoint_info": {"universal_checkpoint_version": 0.2, **(self.place.info or {})},
+            "universal_checkpoint_info": {
+                "universal_checkpoint_version": 0.2,
+                **(self.place.info or {}),
+                **self._pipeline_info(layers),
+            },
             **({"num_experts": list(self.experts.n_experts.values())} if self.experts else {}),
             **client_state,
         }
+
+    def _pipeline_info(self, layers: Collection[int]) -> dict[str, Any]:
+        if self.pipeline is None:
+            return {}
+        return {PIPELINE_INFO: {**self.pipeline.as_state(), "layers": list(layers)}}
 
     def expert_states(self, layer: str, expert: int) -> OrderedDict[str, torch.Tensor]:
         """The weights and buffers of one expert, under names with its number among all experts."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from deepspeed_c.checkpoint.experts import expert_name
+from deepspeed_c.checkpoint.formats.deepspeed.layer_files import LAYER_FILE, PIPELINE_INFO, Layers, find_ties
 from deepspeed_c.checkpoint.formats.deepspeed.pieces import counters_of
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import read_file
 from deepspeed_c.checkpoint.formats.torch_file import StoredTensor, TorchFile, materialize
@@ -44,7 +45,6 @@ EXPERT_FILE = re.compile(r"(layer_(?P<layer>\d+)_)?expert_(?P<expert>\d+)_mp_ran
 EXPERT_OPTIMIZER_FILE = re.compile(r"expp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 # The "layer" of a file without one.
 ALL_LAYERS = -1
-PIPELINE_FILE = re.compile(r"layer_\d+-.*model_states\.pt")
 
 # Keys that the engine puts into its model file; the rest is the user's client_state.
 ENGINE_KEYS = frozenset(
@@ -96,6 +96,8 @@ class Files(NamedTuple):
     """(number of the layer among those with experts, number of the expert) -> file of its weights."""
     expert_optimizers: dict[int, str]
     """Without ZeRO: optimizers of models with experts by expert-parallel rank."""
+    layers: dict[int, str]
+    """Of a pipeline: layer -> file of its weights."""
 
 
 def count_tensor_ranks(folder: str) -> int:
@@ -121,16 +123,16 @@ def find_files(folder: str, tensor_rank: int = 0) -> Files | None:
     optimizers: dict[str, dict[int, str]] = {}
     experts: dict[tuple[int, int], str] = {}
     expert_optimizers: dict[int, str] = {}
+    layers: dict[int, str] = {}
     try:
         names = sorted(os.listdir(folder))
     except OSError:
         return None
     for name in names:
         path = os.path.join(folder, name)
-        if PIPELINE_FILE.fullmatch(name):
-            raise CheckpointError(
-                "holds layers of a pipeline, which cannot be read as whole tensors here", where=path, fix=FIX_CONVERT
-            )
+        if of_layer := LAYER_FILE.fullmatch(name):
+            _take_layer(layers, of_layer, tensor_rank, path)
+            continue
         patterns = (MODEL_FILE, STAGE3_MODEL_FILE, OPTIMIZER_FILE, EXPERT_FILE, EXPERT_OPTIMIZER_FILE)
         found = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
         if found is None:
@@ -162,7 +164,21 @@ def find_files(folder: str, tensor_rank: int = 0) -> Files | None:
         # The same tag was saved at two stages. The optimizer's files have the same names at both stages, so they are
         # from the newer save.
         is_stage3 = stage_of(read_file(of_dtype[0])) == 3
-    return Files(stage3_models if is_stage3 else models, of_dtype, is_stage3, experts, expert_optimizers)
+    return Files(stage3_models if is_stage3 else models, of_dtype, is_stage3, experts, expert_optimizers, layers)
+
+
+def _take_layer(layers: dict[int, str], of_layer: re.Match[str], tensor_rank: int, path: str) -> None:
+    """Adds a layer's file if it is of the tensor-parallel rank."""
+    axes = of_layer["axes"]
+    rank = re.fullmatch(r"model_(\d+)", axes) if axes else None
+    if axes and rank is None:
+        raise CheckpointError(
+            f"holds a layer of a pipeline, cut over the ranks of {axes!r}, which is not read here",
+            where=path,
+            fix=FIX_CONVERT,
+        )
+    if (int(rank[1]) if rank else 0) == tensor_rank:
+        layers[int(of_layer["layer"])] = path
 
 
 def is_deepspeed(folder: str) -> bool:
@@ -217,12 +233,11 @@ def laid_out(where: str) -> Iterator[None]:
 class ModelStates:
     """Contents of a model file: names, shapes, ties, and the state that is no tensor."""
 
-    def __init__(self, path: str, n_tensor_ranks: int = 1) -> None:
+    def __init__(self, path: str, n_tensor_ranks: int = 1, layers: Mapping[int, str] | None = None) -> None:
+        """layers: the files of a pipeline's layers, which count if the model file itself has no weights."""
         self.file = read_file(path)
         self.path = path
         content = self.content = self.file.content
-        self.module: Mapping[str, Any] = get_entry(content, "module", Mapping, path)
-        self.buffers = [name for name in content.get("buffer_names") or () if name in self.module]
         self.config = content["ds_config"] if isinstance(content.get("ds_config"), Mapping) else {}
         dims = content.get("checkpoint_parallel_dimensions") or {}
         if isinstance(n := dims.get("pp_degree"), int) and n > 1:
@@ -254,8 +269,59 @@ class ModelStates:
         self.world_size = content.get("dp_world_size")
         if isinstance(self.world_size, int) and not 0 < self.world_size <= MOST_RANKS:
             raise CheckpointError(f"was saved by {self.world_size} ranks, it says", where=path, fix=FIX_ANOTHER)
+        info = content.get("universal_checkpoint_info")
+        saved = info.get(PIPELINE_INFO) if isinstance(info, Mapping) else None
+        self.pipeline = Layers.of_state(saved, path)
+        """Ties of a pipeline; None for other models."""
+        self.module: Mapping[str, Any]
+        if layers and content.get("module") is None:
+            self.module = self._read_layers(layers, saved)
+        elif "module" in content and content["module"] is None:
+            raise CheckpointError(
+                "holds no weights, and there are no files of a pipeline's layers for its rank; several stages saved it",
+                where=path,
+                fix=FIX_CONVERT,
+            )
+        else:
+            self.module = get_entry(content, "module", Mapping, path)
+        self.buffers = [name for name in content.get("buffer_names") or () if name in self.module]
         fp16 = self.config.get("fp16")
         self.is_fp16 = bool(isinstance(fp16, Mapping) and fp16.get("enabled"))
+
+    def _read_layers(self, files: Mapping[int, str], info: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The weights and buffers of all layers, by the model's names. See [Note: files of layers]."""
+        wanted = info.get("layers") if info is not None else None
+        if missing := [layer for layer in wanted or () if layer not in files]:
+            raise CheckpointError(
+                f"the files of {len(missing)} layers are missing: {missing[:RANKS_SHOWN]}",
+                where=os.path.dirname(self.path),
+                fix="copy the folders of all nodes into one",
+            )
+        # Files of further layers are left over from another model that was saved under the same tag.
+        contents: dict[int, Mapping[str, Any]] = {}
+        for layer, path in sorted(files.items()):
+            if wanted is not None and layer not in wanted:
+                continue
+            content = read_file(path).content
+            if not isinstance(content, Mapping) or not all(isinstance(key, str) for key in content):
+                raise CheckpointError("holds no state of a layer", where=path, fix=FIX_ANOTHER)
+            contents[layer] = content
+        if self.pipeline is None:
+            shapes = {name: shape for group in self.param_shapes for name, shape in group.items()}
+            found = {
+                layer: {key: value.shape for key, value in content.items() if isinstance(value, StoredTensor)}
+                for layer, content in contents.items()
+            }
+            try:
+                self.pipeline = find_ties(shapes, found)
+            except CheckpointError as error:
+                raise CheckpointError(error.what, where=self.path, fix=FIX_CONVERT) from None
+        module: dict[str, Any] = {}
+        for layer, content in contents.items():
+            for key, value in content.items():
+                # All files of a key hold the same.
+                module.setdefault(self.pipeline.name(layer, key), value)
+        return module
 
     def add_experts(self, files: Mapping[tuple[int, int], str]) -> None:
         """Adds the weights of experts from their files to ``module``, behind the gate of each layer as in the module's
@@ -355,6 +421,8 @@ class ModelStates:
         state["client_state"] = materialize({key: value for key, value in content.items() if key not in ENGINE_KEYS})
         if self.config:
             state["config"] = materialize(self.config)
+        if self.pipeline is not None:
+            state["pipeline"] = self.pipeline.as_state()
         if isinstance(content.get("ds_version"), str):
             state["versions"] = {"deepspeed": content["ds_version"]}
         return state

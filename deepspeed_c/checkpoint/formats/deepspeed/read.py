@@ -20,6 +20,9 @@ its files.
   files of other ranks.
 * Stage 0: ``expp_rank_R_mp_rank_00_optim_states.pt`` has the optimizer of the R-th rank of those that hold the experts
   together.
+
+A pipeline's weights are in files of its layers: see [Note: files of layers]. Files that several pipeline stages wrote are
+not read.
 """
 
 from __future__ import annotations
@@ -90,7 +93,7 @@ class DeepSpeedSource(PieceSource):
             )
         if 0 not in files.models:
             raise CheckpointError("the model file of rank 0 is missing", where=self.where)
-        model = self._model = ModelStates(files.models[0], self._n_tensor_ranks)
+        model = self._model = ModelStates(files.models[0], self._n_tensor_ranks, files.layers)
         if model.num_experts:
             model.add_experts(files.experts)
         elif stray := [*files.experts.values(), *files.expert_optimizers.values()]:

@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from deepspeed_c.checkpoint.formats.deepspeed.file_layout import LAYOUT_VERSION, FileLayout, Param, TensorRank
+from deepspeed_c.checkpoint.experts import expert_name
+from deepspeed_c.checkpoint.formats.deepspeed.file_layout import (
+    LAYOUT_VERSION,
+    PIPELINE_STAGES,
+    FileLayout,
+    Param,
+    TensorRank,
+)
+from deepspeed_c.checkpoint.formats.deepspeed.layer_files import layer_file
 from deepspeed_c.checkpoint.formats.deepspeed.stand_ins import UPSTREAM
 from deepspeed_c.checkpoint.formats.deepspeed.universal import (
     MASTER_FILE,
@@ -38,7 +46,7 @@ from deepspeed_c.checkpoint.native.commit import (
 from deepspeed_c.checkpoint.source import Read, Source
 from deepspeed_c.errors import CheckpointError
 
-__all__ = ["write_deepspeed", "write_rank_files", "write_universal"]
+__all__ = ["stage_for", "write_deepspeed", "write_rank_files", "write_universal"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,6 +66,14 @@ class _Pickler(pickle._Pickler):
 _PICKLE = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
+def stage_for(source: Source, stage: int) -> int:
+    """The stage of DeepSpeed's files for a run at ``stage``: the same, but for pipelines no more than DeepSpeed runs
+    them at."""
+    if source.state.get("pipeline") is None or any(expert_name(name) is not None for _, name in source.tensors):
+        return stage
+    return min(stage, max(PIPELINE_STAGES))
+
+
 def write_deepspeed(
     source: Source,
     folder: str | os.PathLike,
@@ -73,7 +89,7 @@ def write_deepspeed(
     expert_ranks: int | Mapping[str, int] | None = None,
 ) -> str:
     """Writes the files that DeepSpeed's engine would at ``stage`` on ``world_size`` data-parallel ranks, training in
-    ``dtype``.
+    ``dtype``. A pipeline's weights are in files of its layers, at stages 0 and 1: see [Note: files of layers].
 
     Returns the path of the tag's folder.
 
@@ -184,10 +200,15 @@ def write_rank_files(
 
 def _write_files(layout: FileLayout, path: str, ranks: Sequence[int]) -> list[str]:
     written, stage, of_tensor = [], layout.stage, f"mp_rank_{layout.place.rank:02d}"
+    layers = layout.layers() if 0 in ranks else {}
+    for number, names in layers.items():
+        name = layer_file(number, layout.place.rank, layout.place.n_ranks)
+        _save(os.path.join(path, name), layout.layer_states(names))
+        written.append(name)
     for rank in ranks:
         if rank == 0 or stage == 3:
             name = f"zero_pp_rank_{rank}_{of_tensor}_model_states.pt" if stage == 3 else f"{of_tensor}_model_states.pt"
-            _save(os.path.join(path, name), layout.model_states(rank))
+            _save(os.path.join(path, name), layout.model_states(rank, layers))
             written.append(name)
         if stage > 0:
             prefix = "bf16_" if layout.dtype == torch.bfloat16 else ""

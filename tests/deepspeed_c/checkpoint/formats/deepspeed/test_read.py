@@ -204,7 +204,7 @@ def test_file_of_another_checkpoint_is_noticed(tmp_path):
     [
         ("mp_rank_01_model_states.pt", "tensor-parallel"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor-parallel"),
-        ("layer_00-model_00-model_states.pt", "pipeline"),
+        ("layer_00-expert_00-model_states.pt", "pipeline"),
         ("layer_3_expert_7_mp_rank_00_model_states.pt", "experts"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "experts"),
         ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "two runs"),
