@@ -1,6 +1,10 @@
 /*
  * Makes a plan from a trace, sizes and limits: when each step's unit is gathered, and whether it stays live until its
  * next use.
+ *
+ * The units to keep are chosen first, as if nothing were gathered ahead. If memory is short, the unit with the farthest
+ * next use leaves (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966). No two units have
+ * their next use at the same step, so all ranks make the same choice.
  */
 #include "dsc/fetch.h"
 
@@ -8,6 +12,9 @@
 
 /* The state of a unit while the plan is walked. */
 enum { NOT_LIVE, LIVE, LIVE_AHEAD /* gathered, and not used yet */ };
+
+/* out_keep while the units to keep are chosen: EVICTED units may be taken back. */
+enum { RELEASED, KEPT, EVICTED };
 
 /* Sums over prefixes of positions (a Fenwick tree). sums has n + 1 entries. */
 static void add_at(int64_t *sums, int64_t n, int64_t position, int64_t elems)
@@ -26,7 +33,7 @@ static int64_t sum_below(const int64_t *sums, int64_t position)
 }
 
 /*
- * Fills next, and sets keep to 1 where the reuse distance allows keeping the unit until its next use. The walk marks
+ * Fills next, and sets keep to KEPT where the reuse distance allows keeping the unit until its next use. The walk marks
  * the last use so far of each unit with the unit's elements. So the sum of the marks between two uses of a unit counts
  * each unit used in between exactly once. sums: n_steps + 1 entries; last: n_units entries.
  */
@@ -42,11 +49,11 @@ static void find_reuse(const int32_t *steps, int64_t n_steps, const int64_t *uni
         int64_t previous = last[steps[i]];
 
         next[i] = n_steps;
-        keep[i] = 0;
+        keep[i] = RELEASED;
         last[steps[i]] = i;
         if (previous >= 0) {
             next[previous] = i;
-            keep[previous] = sum_below(sums, i) - sum_below(sums, previous + 1) <= max_reuse_elems;
+            keep[previous] = sum_below(sums, i) - sum_below(sums, previous + 1) <= max_reuse_elems ? KEPT : RELEASED;
             add_at(sums, n_steps, previous, -elems);
         }
         add_at(sums, n_steps, i, elems);
@@ -112,6 +119,88 @@ static void floor_add(struct floor *floor, int64_t node, int64_t low, int64_t n,
     floor->nodes[node] = added + max_of(floor->nodes[2 * node], floor->nodes[2 * node + 1]);
 }
 
+/* Steps with kept units, as a binary heap: the farthest next use is first. */
+static void push_kept(int64_t *heap, int64_t *n_heap, const int64_t *next, int64_t step)
+{
+    int64_t i = (*n_heap)++;
+
+    for (; i > 0 && next[heap[(i - 1) / 2]] < next[step]; i = (i - 1) / 2)
+        heap[i] = heap[(i - 1) / 2];
+    heap[i] = step;
+}
+
+static int64_t pop_farthest(int64_t *heap, int64_t *n_heap, const int64_t *next)
+{
+    int64_t farthest = heap[0];
+    int64_t step = heap[--*n_heap];
+    int64_t i = 0;
+
+    for (int64_t child = 1; child < *n_heap; child = 2 * i + 1) {
+        if (child + 1 < *n_heap && next[heap[child + 1]] > next[heap[child]])
+            child++;
+        if (next[heap[child]] <= next[step])
+            break;
+        heap[i] = heap[child];
+        i = child;
+    }
+    heap[i] = step;
+    return farthest;
+}
+
+/*
+ * Sets keep from KEPT to EVICTED until the units kept across each step, and its own unit, fit into max_live_elems. A
+ * unit whose time is over stays in the heap, behind all that are still kept. heap: n_steps entries; last: n_units.
+ */
+static void evict_farthest(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
+                           int64_t max_live_elems, const int64_t *next, int64_t *heap, int64_t *last, uint8_t *keep)
+{
+    int64_t kept_elems = 0; /* of units kept across step i */
+    int64_t n_heap = 0;
+
+    for (int32_t u = 0; u < n_units; u++)
+        last[u] = -1;
+    for (int64_t i = 0; i < n_steps; i++) {
+        int64_t elems = unit_elems[steps[i]];
+        int64_t previous = last[steps[i]];
+
+        if (previous >= 0 && previous < i - 1 && keep[previous] == KEPT)
+            kept_elems -= elems;
+        if (i > 0 && keep[i - 1] == KEPT && next[i - 1] > i) {
+            kept_elems += unit_elems[steps[i - 1]];
+            push_kept(heap, &n_heap, next, i - 1);
+        }
+        while (kept_elems > max_live_elems - elems && n_heap > 0 && next[heap[0]] > i) {
+            int64_t farthest = pop_farthest(heap, &n_heap, next);
+
+            keep[farthest] = EVICTED;
+            kept_elems -= unit_elems[steps[farthest]];
+        }
+        last[steps[i]] = i;
+    }
+}
+
+/* Keeps evicted units, from left to right, where there is room for them after all. There is none if sizes are equal. */
+static void fill_room(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int64_t max_live_elems,
+                      const int64_t *next, int64_t *nodes, uint8_t *keep)
+{
+    struct floor floor = floor_of(steps, n_steps, unit_elems, nodes);
+
+    for (int64_t i = 0; i < n_steps; i++)
+        if (keep[i] == KEPT)
+            floor_add(&floor, 1, 0, floor.n_leaves, i + 1, next[i], unit_elems[steps[i]]);
+    for (int64_t i = 0; i < n_steps; i++) {
+        int64_t elems = unit_elems[steps[i]];
+
+        if (keep[i] != EVICTED)
+            continue;
+        keep[i] = RELEASED;
+        if (elems <= max_live_elems - floor_max(&floor, 1, 0, floor.n_leaves, i + 1, next[i])) {
+            keep[i] = KEPT;
+            floor_add(&floor, 1, 0, floor.n_leaves, i + 1, next[i], elems);
+        }
+    }
+}
+
 static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
                                   const struct dsc_prefetch_limits *limits, const int64_t *scratch)
 {
@@ -153,8 +242,12 @@ static dsc_status check_plan_args(const int32_t *steps, int64_t n_steps, const i
  * Why no limit is broken later: a unit that is live at a step was live at the previous step, or its gather is issued at
  * this step. Every gather is checked when it is issued, except the gather of the step itself. That gather is issued at
  * its own step only if nothing has been gathered ahead, so the only live units are then the units kept across the step.
- * It is enough that these units and the step's own unit fit, and the floor checks this. Sums of distinct units fit
- * int64_t, since the sum of all does.
+ * It is enough that these units and the step's own unit fit, and the choice of units to keep sees to this. Sums of
+ * distinct units fit int64_t, since the sum of all does.
+ *
+ * Why no unit is gathered more often than if nothing were gathered ahead: a gather ahead is for a unit that is not live
+ * and is not used before that step, so the step needs a gather in any case. It takes memory that is free, and the units
+ * to keep stay.
  */
 dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_t *unit_elems, int32_t n_units,
                              const struct dsc_prefetch_limits *limits, int64_t *scratch, int64_t *out_until,
@@ -171,12 +264,13 @@ dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_
 
     int64_t *states = scratch;
     int64_t *last = scratch + n_units;
-    int64_t *nodes =
-        scratch + 2 * (int64_t)n_units; /* 2 * n_leaves < 4 * n_steps entries; n_steps + 1 for the sums before that */
+    int64_t *rest = scratch + 2 * (int64_t)n_units; /* the sums, the heap and the tree, one after another: the tree has
+                                                       2 * n_leaves < 4 * n_steps entries */
 
-    find_reuse(steps, n_steps, unit_elems, n_units, limits->max_reuse_elems, nodes, last, out_next, out_keep);
+    find_reuse(steps, n_steps, unit_elems, n_units, limits->max_reuse_elems, rest, last, out_next, out_keep);
+    evict_farthest(steps, n_steps, unit_elems, n_units, limits->max_live_elems, out_next, rest, last, out_keep);
+    fill_room(steps, n_steps, unit_elems, limits->max_live_elems, out_next, rest, out_keep);
 
-    struct floor floor = floor_of(steps, n_steps, unit_elems, nodes);
     int64_t live_elems = 0;
     int64_t ahead_elems = 0;
     int64_t issued = 0;
@@ -209,16 +303,9 @@ dsc_status dsc_prefetch_plan(const int32_t *steps, int64_t n_steps, const int64_
         out_until[i] = issued;
         *out_peak_elems = max_of(*out_peak_elems, live_elems);
 
-        if (out_next[i] < issued) {
-            out_keep[i] = 1;
-        } else if (out_keep[i]) {
-            int64_t needed = floor_max(&floor, 1, 0, floor.n_leaves, i + 1, out_next[i]);
-
-            out_keep[i] = unit_elems[own] <= limits->max_live_elems - needed;
-            if (out_keep[i])
-                floor_add(&floor, 1, 0, floor.n_leaves, i + 1, out_next[i], unit_elems[own]);
-        }
-        if (!out_keep[i]) {
+        if (out_next[i] < issued)
+            out_keep[i] = KEPT;
+        if (out_keep[i] == RELEASED) {
             states[own] = NOT_LIVE;
             live_elems -= unit_elems[own];
         }

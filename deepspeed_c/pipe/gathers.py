@@ -4,6 +4,10 @@ A table of gathers (``with_gathers``) and an engine keep one limit of live eleme
 a computation needs all units of its stage at once. An engine gathers single units within a computation
 (``zero/weights/drivers/batch.py``), so it also runs with limits below a stage, and it learns which computations read
 which units. ``unit_gathers`` counts for an engine whose computations read all units of their stages.
+
+If all units are equal in size, an engine gathers no more often than the table: it could keep and release whole stages
+as the table does, and no choice needs fewer gathers than its own (``dsc_prefetch_plan`` in ``dsc/fetch.h``). If sizes
+differ, its plan may bring more elements than the table's.
 """
 
 from __future__ import annotations

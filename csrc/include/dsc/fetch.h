@@ -85,8 +85,14 @@ struct dsc_prefetch_limits {
  * uses the unit of step i; n_steps when there is none. out_keep[i]: 1 when the unit of step i stays live after the
  * step, until out_next[i]. There are two reasons to keep it. Either step out_next[i] has been issued already
  * (out_next[i] < out_until[i]); or the reuse distance, which is the number of elements of the distinct units used in
- * between, is at most max_reuse_elems, and keeping the unit makes no step in between break max_live_elems. Earlier
- * decisions have the first claim to memory: prefetching gets the memory beside the units that are kept.
+ * between, is at most max_reuse_elems, and the unit is among those that max_live_elems has room for.
+ *
+ * If units do not fit beside the unit of a step, the one with the farthest next use leaves, until the rest fits (Belady
+ * 1966). Then units that have left are taken back, in the order of their steps, if they fit at each step in between. So
+ * no other unit could be kept as well. If all units are equal in size and max_reuse_elems excludes none, no other
+ * choice needs fewer gathers, at any ahead_elems. If sizes differ, another choice may gather fewer elements.
+ * Prefetching gets the memory beside the kept units, and adds no gathers.
+ *
  * *out_peak_elems: the largest number of live elements at any step.
  *
  * The output arrays have n_steps entries. scratch: 4 * n_steps + 2 * n_units int64_t, borrowed. Costs O(n_steps log

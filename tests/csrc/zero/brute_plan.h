@@ -11,6 +11,7 @@
 #include <string.h>
 
 #define BRUTE_MAX_UNITS 512
+#define BRUTE_MAX_STEPS 64 /* of brute_reuse */
 
 /* A planning problem and its answer. */
 struct brute_plan {
@@ -100,29 +101,50 @@ static inline const char *brute_walk(const struct brute_plan *p)
     return NULL;
 }
 
-/*
- * Whether keeping the unit of step i until its next step breaks max_live_elems in between, given the decisions for the
- * steps before i.
- */
-static inline bool brute_is_too_much(const struct brute_plan *p, int64_t i)
+/* Elements at step s: of the units kept across it, and its own. */
+static inline __int128 brute_needed(const struct brute_plan *p, const bool *is_kept, int64_t s)
 {
-    for (int64_t s = i + 1; s < p->next[i]; s++) {
-        bool is_in[BRUTE_MAX_UNITS] = {false};
+    __int128 sum = p->unit_elems[p->steps[s]];
 
-        for (int64_t a = 0; a < i; a++)
-            if (p->keep[a] && p->next[a] > s)
-                is_in[p->steps[a]] = true;
-        is_in[p->steps[i]] = true;
-        is_in[p->steps[s]] = true;
-        if (brute_sum(p, is_in) > p->limits.max_live_elems)
-            return true;
-    }
-    return false;
+    for (int64_t a = 0; a < s; a++)
+        sum += is_kept[a] && p->next[a] > s ? p->unit_elems[p->steps[a]] : 0;
+    return sum;
+}
+
+/* Whether the unit of step i, which is not kept, has room at each step until its next use. */
+static inline bool brute_has_room(const struct brute_plan *p, const bool *is_kept, int64_t i)
+{
+    for (int64_t s = i + 1; s < p->next[i]; s++)
+        if (brute_needed(p, is_kept, s) + p->unit_elems[p->steps[i]] > p->limits.max_live_elems)
+            return false;
+    return true;
+}
+
+/* Chooses the units to keep from those of may_keep: the farthest next use leaves, and comes back if it fits. */
+static inline void brute_evict(const struct brute_plan *p, const bool *may_keep, bool *is_kept)
+{
+    memcpy(is_kept, may_keep, (size_t)p->n_steps * sizeof *is_kept);
+    for (int64_t s = 0; s < p->n_steps; s++)
+        while (brute_needed(p, is_kept, s) > p->limits.max_live_elems) {
+            int64_t farthest = -1;
+
+            for (int64_t a = 0; a < s; a++)
+                if (is_kept[a] && p->next[a] > s && (farthest < 0 || p->next[a] > p->next[farthest]))
+                    farthest = a;
+            if (farthest < 0)
+                break; /* the step's own unit is larger than the limit */
+            is_kept[farthest] = false;
+        }
+    for (int64_t i = 0; i < p->n_steps; i++)
+        is_kept[i] = is_kept[i] || (may_keep[i] && brute_has_room(p, is_kept, i));
 }
 
 /* Checks next and keep of each step in time n_steps cubed. */
 static inline const char *brute_reuse(const struct brute_plan *p)
 {
+    bool may_keep[BRUTE_MAX_STEPS] = {false};
+    bool is_kept[BRUTE_MAX_STEPS];
+
     for (int64_t i = 0; i < p->n_steps; i++) {
         bool is_between[BRUTE_MAX_UNITS] = {false};
         int64_t next = i + 1;
@@ -130,12 +152,14 @@ static inline const char *brute_reuse(const struct brute_plan *p)
         for (; next < p->n_steps && p->steps[next] != p->steps[i]; next++)
             is_between[p->steps[next]] = true;
         BRUTE_RULE(p->next[i] == next, "next[%lld] is %lld and not %lld", (long long)i, (long long)p->next[i], (long long)next);
+        may_keep[i] = next < p->n_steps && brute_sum(p, is_between) <= p->limits.max_reuse_elems;
+    }
+    brute_evict(p, may_keep, is_kept);
+    for (int64_t i = 0; i < p->n_steps; i++) {
+        bool keep = p->next[i] < p->n_steps && (p->next[i] < p->until[i] || is_kept[i]);
 
-        bool is_near = brute_sum(p, is_between) <= p->limits.max_reuse_elems;
-        bool keep = next < p->n_steps && (next < p->until[i] || (is_near && !brute_is_too_much(p, i)));
-
-        BRUTE_RULE(p->keep[i] == keep, "keep[%lld] is %d and not %d: next %lld, until %lld, %lld elements in between", (long long)i,
-                   (int)p->keep[i], (int)keep, (long long)next, (long long)p->until[i], (long long)brute_sum(p, is_between));
+        BRUTE_RULE(p->keep[i] == keep, "keep[%lld] is %d and not %d: next %lld, until %lld", (long long)i, (int)p->keep[i], (int)keep,
+                   (long long)p->next[i], (long long)p->until[i]);
     }
     return NULL;
 }

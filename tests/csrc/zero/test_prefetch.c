@@ -1,6 +1,6 @@
 /*
  * zero/prefetch.c: the test walks each plan step by step with sets, and recomputes each decision to keep a unit by
- * searching all earlier steps.
+ * searching all earlier steps. Tiny plans are compared with the fewest gathers of all choices.
  */
 #include "test.h"
 
@@ -8,6 +8,8 @@
 
 #define MAX_STEPS 40
 #define MAX_UNITS 9
+#define MAX_TINY_STEPS 16
+#define MAX_TINY_UNITS 5
 #define LONG_STEPS 100000
 
 /* Guards on both sides of each array reveal a write outside. */
@@ -142,10 +144,16 @@ static void test_known_plans(void)
     CHECK_EQ(answer.keep[1], 1);
     CHECK_EQ(answer.peak_elems, 60);
 
-    TEST_CASE("59 elements hold one of the two, and the earlier decision has it");
+    TEST_CASE("59 elements hold one of the two: unit 0 is used last");
     plan_of(&answer, steps, 5, unit_elems, 3, limits_of(59, 0, 50));
-    CHECK_EQ(answer.keep[0], 1);
-    CHECK_EQ(answer.keep[1], 0);
+    CHECK_EQ(answer.keep[0], 0);
+    CHECK_EQ(answer.keep[1], 1);
+    CHECK_EQ(answer.peak_elems, 50);
+
+    TEST_CASE("unit 1 makes room for unit 2, and there is room for unit 0 beside it after all");
+    plan_of(&answer, (const int32_t[]){1, 0, 2, 1, 0}, 5, unit_elems, 3, limits_of(45, 0, INT64_MAX));
+    CHECK_EQ(answer.keep[0], 0);
+    CHECK_EQ(answer.keep[1], 1);
     CHECK_EQ(answer.peak_elems, 40);
 
     TEST_CASE("one step ahead");
@@ -191,6 +199,72 @@ static void test_ends(void)
             CHECK_EQ(answer.keep[i], i < 2);
         }
         CHECK_EQ(plan.peak_elems, 0);
+    }
+}
+
+/*
+ * The fewest gathers of all ways to run the steps with at most n_held live units of equal size. Tries each set of units
+ * after each step. A step's own unit is live even if n_held is 0.
+ */
+static int64_t fewest_gathers(const int32_t *steps, int64_t n_steps, int32_t n_units, int64_t n_held)
+{
+    enum { N_SETS = 1 << MAX_TINY_UNITS, MANY = 1000 };
+    int64_t fewest[N_SETS];
+    int64_t best = MANY;
+
+    for (uint32_t set = 0; set < N_SETS; set++)
+        fewest[set] = set == 0 ? 0 : MANY;
+    for (int64_t i = 0; i < n_steps; i++) {
+        int64_t after[N_SETS];
+        uint32_t own = 1u << steps[i];
+
+        for (uint32_t set = 0; set < N_SETS; set++)
+            after[set] = MANY;
+        for (uint32_t set = 0; set < 1u << n_units; set++)
+            for (uint32_t live = set; fewest[set] < MANY; live = (live - 1) & set) { /* all subsets */
+                uint32_t with_own = live | own;
+                int64_t n = fewest[set] + ((live & own) == 0);
+
+                if ((__builtin_popcount(with_own) <= n_held || with_own == own) && n < after[with_own])
+                    after[with_own] = n;
+                if (live == 0)
+                    break;
+            }
+        memcpy(fewest, after, sizeof fewest);
+    }
+    for (uint32_t set = 0; set < N_SETS; set++)
+        best = fewest[set] < best ? fewest[set] : best;
+    return best;
+}
+
+/* Farthest next use: with units equal in size no choice gathers fewer, however much is gathered ahead. */
+static void test_fewest_gathers(void)
+{
+    uint64_t random = 17;
+
+    for (int round = 0; round < 4000; round++) {
+        int32_t steps[MAX_TINY_STEPS];
+        int64_t unit_elems[MAX_TINY_UNITS];
+        int32_t gathers[2 * MAX_TINY_STEPS];
+        int32_t n_units = 1 + (int32_t)test_below(&random, MAX_TINY_UNITS);
+        int64_t n_steps = test_below(&random, MAX_TINY_STEPS + 1);
+        int64_t elems = 1 + test_below(&random, 9);
+        int64_t n_held = test_below(&random, n_units + 1);
+        int64_t ahead_elems = test_below(&random, 3) * elems;
+        int64_t max_live_elems = n_held * elems + test_below(&random, elems);
+        struct answer answer;
+        struct brute_plan plan;
+        int64_t n_gathers = 0;
+
+        for (int32_t u = 0; u < n_units; u++)
+            unit_elems[u] = elems;
+        random_steps(&random, steps, n_steps, n_units);
+        TEST_CASE("round %d: %d steps of %d units, %d held, %lld ahead", round, (int)n_steps, (int)n_units, (int)n_held,
+                  (long long)ahead_elems);
+        plan = plan_of(&answer, steps, n_steps, unit_elems, n_units, limits_of(max_live_elems, ahead_elems, INT64_MAX));
+        for (int64_t i = brute_gathers(&plan, NULL, gathers) - 1; i >= 0; i--)
+            n_gathers += gathers[i] >= 0;
+        CHECK_EQ(n_gathers, fewest_gathers(steps, n_steps, n_units, n_held));
     }
 }
 
@@ -273,6 +347,7 @@ int main(void)
     test_random_cases();
     test_known_plans();
     test_ends();
+    test_fewest_gathers();
     test_long_pass();
     test_errors();
     return test_finish(__FILE__);

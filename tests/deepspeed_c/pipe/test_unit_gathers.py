@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from typing import Any
 
@@ -12,7 +13,7 @@ from deepspeed_c import _C
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.launcher.main import main
 from deepspeed_c.pipe.gathers import unit_gathers
-from deepspeed_c.pipe.schedule import StageUnit, make_table
+from deepspeed_c.pipe.schedule import StageUnit, make_table, with_gathers
 from tests.deepspeed_c.pipe.models import micro_batches, module_of
 from tests.deepspeed_c.pipe.test_engine import SCHEDULES
 from tests.deepspeed_c.pipe.test_stage3 import stage3
@@ -21,6 +22,8 @@ from tests.training import engine_of
 
 N = 4
 LARGEST = 768
+TWO_STAGES = ("interleaved", "zb_v", "dualpipe_v")
+"""Schedules whose ranks have two stages each."""
 LIMITS = {"all": None, "between": 3400, "one": LARGEST}
 
 
@@ -91,7 +94,7 @@ def gathers_one_by_one(orders: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_units_that_fit_one_at_a_time(schedule):
-    table = make_table(schedule, 2, 2 if schedule in ("interleaved", "zb_v", "dualpipe_v") else 1, 5, "test")
+    table = make_table(schedule, 2, 2 if schedule in TWO_STAGES else 1, 5, "test")
     units = [StageUnit(stage, 7) for stage in range(len(table.rank_of)) for _ in range(3)]
     for rank in range(2):
         mine = [stage for stage, of in enumerate(table.rank_of) if of == rank]
@@ -108,6 +111,35 @@ def test_units_that_fit_one_at_a_time(schedule):
         assert found.peak_elements == 7 and found.live_elements == [7] * len(orders)
         all_live = unit_gathers(table, rank, units, None)
         assert all_live.n_gathers == [1] * 3 * len(mine) and all_live.peak_elements == 21 * len(mine)
+
+
+def gathers_in_the_table(table: _C.PipeTable, rank: int) -> int:
+    return sum(kind == _C.PIPE_GATHER for kind, _, _ in table.actions(rank))
+
+
+@pytest.mark.parametrize("schedule", TWO_STAGES)
+@pytest.mark.parametrize("prefetch", [0, 7, 21])
+def test_units_of_equal_size_are_gathered_no_more_often_than_in_the_table(schedule, prefetch):
+    """A table of gathers keeps whole stages during their computations, so an engine could do as the table does."""
+    rng, n_fewer = random.Random(schedule), 0
+    for _ in range(40):
+        n_ranks = rng.randint(1, 4)
+        n = 2 * n_ranks + rng.randint(0, 4)
+        table = make_table(schedule, n_ranks, 2, n, "test")
+        sizes = [rng.randint(0, 5) for _ in table.rank_of]
+        units = [StageUnit(stage, 7) for stage, n_units in enumerate(sizes) for _ in range(n_units)]
+        of_ranks = [
+            sum(size for size, of in zip(sizes, table.rank_of, strict=True) if of == rank) for rank in range(n_ranks)
+        ]
+        limit = 7 * rng.randint(max(sizes), max(of_ranks)) + rng.randint(0, 6)
+        whole = with_gathers(table, units, limit, where="test")
+        for rank in range(n_ranks):
+            found, most = unit_gathers(table, rank, units, limit, prefetch), gathers_in_the_table(whole, rank)
+            shown = (n_ranks, n, sizes, limit, rank, found, most)
+            assert of_ranks[rank] <= sum(found.n_gathers) <= most, shown
+            assert found.peak_elements <= limit, shown
+            n_fewer += sum(found.n_gathers) < most
+    assert n_fewer, "single units use room that whole stages cannot"
 
 
 def test_ranks_without_units_and_a_limit_below_a_unit():
