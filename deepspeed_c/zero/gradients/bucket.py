@@ -229,8 +229,11 @@ class Bucket:
             return comm.all_reduce(sent).then(lambda: finish(unit.own_slice(sent, self.index)))
         if replicas.world_size == 1 and not unit.states.is_apart:
             return comm.reduce_scatter(sent, self.result, scale=1.0, accumulate=accumulate)
-        # The sum over ``comm`` is summed once more over ``replicas``: it is not rounded to 16 bits in between.
-        dtype = sent.dtype if replicas.world_size == 1 else self.result.dtype
+        # The sum over ``comm`` is summed once more over ``replicas``. In between it is rounded to 16 bits only if both
+        # sums and results have 16 bits. A weight with replicas, such as a tied one of a pipeline, then differs from
+        # stage 0's in its last bits: there one sum over all ranks is rounded once. 32 bits in between would agree, but
+        # would double what MiCS sends between hosts.
+        dtype = sent.dtype if replicas.world_size == 1 else torch.promote_types(sent.dtype, self.result.dtype)
         own = self._pools.copies.take(self.result.numel(), dtype, sent.device)
         work = comm.reduce_scatter(sent, own, scale=1.0, accumulate=False).then(lambda: finish(own))
         return work.then(lambda: self._pools.copies.give(own))
