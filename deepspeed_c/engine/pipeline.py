@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -37,9 +37,11 @@ from deepspeed_c.pipe.link import Link, LocalLink, RemoteLink
 from deepspeed_c.pipe.runner import COMPUTATIONS, Lent, Runner, Stage
 from deepspeed_c.pipe.schedule import Cost, fitting, make_table, traits_of
 from deepspeed_c.pipe.stopping import Peers, Stopped, raise_on_all
+from deepspeed_c.pipe.units import check_units
 from deepspeed_c.pipe.weigh import Scale
 from deepspeed_c.pipe.writable import copied, writable
 from deepspeed_c.recompute.conditions import Conditions
+from deepspeed_c.zero.layout.unit import UnitPlan
 from deepspeed_c.zero.weights.drivers.batch import BatchPlan
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
 from deepspeed_c.zero.weights.param import state_of
@@ -151,6 +153,11 @@ class PipelineEngine(TrainingHost):
     def _require_states(self, what: str) -> None:
         self._peers.require_connected(what)
         super()._require_states(what)
+
+    def _check_plans(self, plans: Sequence[UnitPlan]) -> None:
+        zero = self._config.zero
+        if zero.sharding.parameters:
+            check_units(plans, zero.stage3_max_live_parameters, self._comm)
 
     def _units_of(self, stage: int) -> list[int]:
         """The gather units of one of this rank's stages, in the order of its layers."""

@@ -35,10 +35,18 @@ class KeptState(NamedTuple):
     """Whether this rank's copy counts; of several ranks with the same pieces only one counts."""
 
 
-def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
-    """Names of the parameters that match ``names`` (names or shell patterns). Raises ModelError if a name matches no
-    parameter, if one of them is the name of codes, or if no parameter would be trained."""
-    params = dict(model.named_parameters())
+def match_names(model: torch.nn.Module, names: Iterable[str], pipeline: Collectives) -> set[str]:
+    """Names of the parameters of the whole model that match ``names`` (names or shell patterns). ``pipeline``: the
+    ranks whose models together are the whole.
+
+    Raises ModelError if a name matches no parameter, if one of them is the name of codes, or if no parameter would be
+    trained. Collective over ``pipeline``, whose ranks raise alike.
+    """
+    # Names of parameters, and whether they can be trained.
+    mine = {name: p.is_floating_point() and not is_codes(p) for name, p in model.named_parameters()}
+    params: dict[str, bool] = {}
+    for of_rank in [mine] if pipeline.world_size == 1 else pipeline.gather_objects(mine, label="names of parameters"):
+        params |= of_rank
     known = list(params)
     chosen: set[str] = set()
     patterns = [names] if isinstance(names, str) else list(names)
@@ -52,7 +60,7 @@ def match_names(model: torch.nn.Module, names: Iterable[str]) -> set[str]:
             )
         chosen |= found
     for name in sorted(chosen):
-        if not params[name].is_floating_point() or is_codes(params[name]):
+        if not params[name]:
             raise ModelError(
                 f"{name} has codes of a quantized weight, and codes have no gradient",
                 where="set_trainable",

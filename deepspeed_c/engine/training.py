@@ -4,7 +4,7 @@ the engines, run the micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.state import TrainState
 from deepspeed_c.engine.trainable import assign_groups, match_names, put_states, take_states
 from deepspeed_c.engine.window import Window
-from deepspeed_c.errors import BatchSizeError, StateError
+from deepspeed_c.errors import BatchSizeError, ConfigError, StateError
 from deepspeed_c.logging import log_dist, logger
 from deepspeed_c.monitor.monitor import MonitorMaster
 from deepspeed_c.observe.phases import Phases
@@ -55,6 +55,7 @@ from deepspeed_c.recompute.rng import SEQUENCE_RNG, stream_of_rank
 from deepspeed_c.zero.gradients.drift import DriftFound
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.layout import Layout
+from deepspeed_c.zero.layout.unit import UnitPlan
 from deepspeed_c.zero.states.access import attach, detach
 from deepspeed_c.zero.states.optimizer import DeepSpeedOptimizer, ZeroOptimizer
 from deepspeed_c.zero.weights.hooks import ModuleHooks
@@ -511,25 +512,48 @@ class TrainingHost(Reductions, ModelHost):
         two accumulation windows; the optimizer object stays the same. keep_state: keep the master weight and optimizer
         state of a frozen parameter (in this rank's memory) until it is trained again; otherwise drop them. A parameter
         that was never trained joins the first group (with Muon, the group for its shape).
+
+        In a pipeline ``names`` are those of all stages. Raises ModelError for names that do not fit. At ZeRO stage 3 of a
+        pipeline raises ConfigError on all ranks if a new gather unit is above ``stage3_max_live_parameters``; the same
+        parameters as before are trained then.
         """
         optimizer = self._require_optimizer("set_trainable")
         self._require_window_start("set_trainable")
         self._require_states("set_trainable")
-        chosen = match_names(self.module, names)
+        chosen = match_names(self.module, names, self._mesh.pipeline)
         kept, groups = take_states(optimizer, self._state.dormant)
+        trained = {id(slot.param) for slot in optimizer.slots}
+        before = {name for name, param in self.module.named_parameters() if id(param) in trained}
         self._release()
-        for name, param in self.module.named_parameters():
-            param.requires_grad_(name in chosen)
-        assign_groups(self.module, optimizer.optimizer, groups)
-        base = optimizer.optimizer
-        _, layout = shard_model(self.module, base, self._config, self._precision, self._mesh, optimizer)
-        take_cores_back(self._config.zero.offload_optimizer)  # left by the old layout
-        self._adopt(layout)
+        try:
+            self._train_only(chosen, optimizer, groups)
+        except ConfigError:
+            self._train_only(before, optimizer, groups)
+            put_states(optimizer, kept)
+            raise
         put_states(optimizer, kept)
         self._state.keep_dormant({p: state for p, state in kept.items() if keep_state and not p.requires_grad})
+        return sorted(chosen)
+
+    def _train_only(
+        self, names: Collection[str], optimizer: ZeroOptimizer, groups: Mapping[torch.nn.Parameter, int]
+    ) -> None:
+        """Lays out a model without a layout for the training of ``names``. ``groups``: the optimizer's group of each
+        parameter that has been trained."""
+        for name, param in self.module.named_parameters():
+            param.requires_grad_(name in names)
+        base = optimizer.optimizer
+        assign_groups(self.module, base, groups)
+        _, layout = shard_model(
+            self.module, base, self._config, self._precision, self._mesh, optimizer, check=self._check_plans
+        )
+        take_cores_back(self._config.zero.offload_optimizer)  # left by the old layout
+        self._adopt(layout)
         if self._fetcher is not None:
             self._fetcher.weights_changed()
-        return sorted(chosen)
+
+    def _check_plans(self, plans: Sequence[UnitPlan]) -> None:
+        """Raises ConfigError on all ranks if units of a new layout do not fit the configuration."""
 
     def offload_states(
         self,
