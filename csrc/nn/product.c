@@ -12,6 +12,8 @@
 #define TILE_COLS 256
 #define GRAIN_ROWS 6
 #define GRAIN_COLS 16
+/* Each tile widens its rows again, which takes as long as some 3 columns: with many rows, tiles are not narrower. */
+#define LEAST_COLS 48
 /* With a few rows, memory sets the time: short tiles, so that threads end together. */
 #define FEW_COLS 96
 
@@ -45,6 +47,8 @@ static void find_tiles(struct job *job)
     job->tile_rows = pieces(call->n_rows, pieces(call->n_rows, TILE_ROWS));
     job->tile_rows = pieces(job->tile_rows, GRAIN_ROWS) * GRAIN_ROWS;
     n_wanted = CHUNK_PRODUCTS / ((call->n_terms + 1) * job->tile_rows) + 1;
+    if (call->n_rows > DSC_NN_FEW_ROWS && n_wanted < LEAST_COLS)
+        n_wanted = LEAST_COLS;
     job->tile_cols =
         least(pieces(n_wanted, GRAIN_COLS) * GRAIN_COLS, call->n_rows <= DSC_NN_FEW_ROWS ? FEW_COLS : TILE_COLS);
     job->n_across = pieces(call->n_cols, job->tile_cols);
