@@ -113,6 +113,10 @@ class PretendedRanks(Collectives):
         each rank."""
         return Work.done()
 
+    def _gather_numbers(self, op: str, number: float, label: str) -> list[Any]:
+        """All ranks have the same number."""
+        return [number] * self.world_size
+
     def why_not_joint(self, device: torch.device) -> str:
         return (
             ""
