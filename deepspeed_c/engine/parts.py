@@ -48,6 +48,11 @@ class Parts:
         everyone = comm.gather_objects(mine, label="cuts of parameters")
         self._holders |= {name: _HeldParts(comm, [cuts[name] for cuts in everyone]) for name in mine}
 
+    @property
+    def are_spread(self) -> bool:
+        """Whether ``everyone`` needs other ranks."""
+        return bool(self._holders or self._experts)
+
     def names(self, name: str) -> list[str]:
         """The names of the tensors that ``everyone`` yields for ``name``: one for each rank that holds another expert
         under this name."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.engine.checkpoint.model_files import save_model
+from deepspeed_c.engine.full_weights import FullWeights
 from deepspeed_c.engine.weights import consolidate, save_weights
 from deepspeed_c.zero.weights.drivers.join import JoinMode
 from deepspeed_c.zero.weights.wrappers import refuse_bytes_in_file
@@ -75,6 +76,34 @@ class WholeModel:
             exclude_frozen=exclude_frozen_parameters,
             dtype=dtype,
         )
+
+    def iter_full_weights(
+        self, bytes_ahead: int | str = "64MB", *, adapters: str = "merged", to: str = "all"
+    ) -> FullWeights:
+        """An iterator of (name, whole tensor) over all weights and buffers, for another engine.
+
+        ```python
+        for name, tensor in engine.iter_full_weights():
+            other.load(name, tensor)
+        ```
+
+        Names and shapes are those of the model's files: transformers' where the module is one of its models. A tensor
+        is valid until the next one is asked for. At stage 3 the next tensors are gathered meanwhile, and a rank holds
+        ``bytes_ahead`` beside its shard, or one gather unit if that is larger. Tied weights come under each of their
+        names, one after the other, as one tensor; ``entries`` of the iterator says which are tied or frozen.
+
+        adapters: what comes of a model of peft: "merged" (weights with the active adapters added), "apart" (the weights
+        without them, then peft's names) or "only" (the adapters). to: the ranks that get tensors: "all", "rank0", or
+        "each" (each tensor goes to one rank). Parts of tensor-parallel ranks are put together, and experts of all ranks
+        come under their numbers.
+
+        Collective where weights are sharded or cut: all ranks iterate, those without tensors too. A rank may leave its
+        loop early. Raises ConfigError for arguments, StateError during a pass and, on all ranks, where weights have
+        changed since the iteration began; FeatureError for an adapter of quantized weights with "merged".
+        """
+        self._require_open()
+        self._require_states("iter_full_weights")
+        return FullWeights(self.module, self._fetcher, self._mesh, bytes_ahead=bytes_ahead, adapters=adapters, to=to)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """The module's state dict of whole tensors in host memory on rank 0, None on the others. Collective;

@@ -220,8 +220,9 @@ class Fetcher:
                 fix="run backward before engine.close()",
             )
 
-    def pin(self, groups: Sequence[GatherUnit]) -> None:
-        """Makes gather units available until ``unpin``. Collective."""
+    def pin(self, groups: Sequence[GatherUnit], *, waits: bool = True) -> None:
+        """Makes gather units available until ``unpin``. Collective. waits: False only starts their gathers; call
+        ``finish`` of each unit before its use."""
         with self.lock:
             self._require_open()
             wanted = sorted(groups, key=lambda group: group.index)
@@ -229,8 +230,9 @@ class Fetcher:
                 if group.buffer is None:
                     self.gather(group)
                 group.hold()
-            for group in wanted:
-                group.finish()
+            if waits:
+                for group in wanted:
+                    group.finish()
             self._rest()
 
     def unpin(self, groups: Sequence[GatherUnit]) -> None:
