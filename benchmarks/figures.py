@@ -402,6 +402,20 @@ FIGURES = [
         "peak_to_plan",
     ),
     Figure(
+        "a training batch of a pipeline at stage 3, live tensor bytes of a rank: over shards, the limit, whole sums of gradients, a bucket and a gradient",
+        "<= 1.05",
+        "pipeline_stage3",
+        {"contender": "peak, training"},
+        "peak_to_plan",
+    ),
+    Figure(
+        "training batches of a pipeline at stage 3, memory of a rank's weights: over their shard and the limit, of the schedule with the most",
+        "<= 1.05",
+        "pipeline_stage3",
+        {"contender": "peak, training, weights", "schedule": "all"},
+        "peak_to_plan",
+    ),
+    Figure(
         "a pipeline of sleeping stages at stage 3, 2 stages x 2 ranks: time over the simulated table with gathers, of the schedule with the worst",
         "<= 1.05",
         "pipeline_stage3",

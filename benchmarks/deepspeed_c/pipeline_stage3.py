@@ -5,10 +5,13 @@ fp32, AdamW, all weights sharded, and a limit that holds all units of a stage. A
 and their batches take turns; their losses have to be the same. "gloo" sends everything over the loopback
 (``"local": "off"``), "shared" through shared memory, and "joint" has the weights in joint memory
 (``zero_copy_gather``). Bytes are a rank's, by the ledger: stage 3 gathers each unit once a batch, in place of the
-gather of updated weights at stage 2, so it sends S3 = S2 - U + G. The peak is of stacks of equal matrices, whose limit
-is half a stage: live tensor bytes in an evaluation, over a shard of the stage's weights and one of its gradients, and
-the limit. The makespan is of stages that sleep, as in ``pipeline_schedules``, so that 4 ranks need no more cores than
-there are; the simulator gets the times of the run's computations and of a gather.
+gather of updated weights at stage 2, so it sends S3 = S2 - U + G. The peaks are of stacks of equal matrices, whose limit
+is half a stage. "peak" is live tensor bytes in an evaluation, over a shard of the stage's weights and one of its
+gradients, and the limit. "peak, training" is the same in a training batch, whose plan adds the stage's whole sums of
+gradients, a bucket of their reduction and the latest gradient. "peak, training, weights" is the memory of weights alone,
+from the first training batch, over a shard of them and the limit. A gathered unit counts from the allocation of its
+memory until nothing holds this memory. The makespan is of stages that sleep, as in ``pipeline_schedules``, so that 4
+ranks need no more cores than there are; the simulator gets the times of the run's computations and of a gather.
 Run: python -m benchmarks.deepspeed_c.pipeline_stage3 [--rounds 11] [--width 384]
 """
 
@@ -28,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed_c
 from benchmarks.deepspeed_c.pipeline_schedules import N_ALONE, TRAINING, VIRTUAL, Sleeper, time_runs
@@ -41,6 +45,7 @@ from deepspeed_c.comm.ledger import all_ledgers
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.pipe.schedule import Cost, StageUnit, make_table, simulate, with_gathers
 from deepspeed_c.plan.live_bytes import LiveBytes
+from deepspeed_c.zero.weights.param import state_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES, DATA_RANKS = 2, 2
@@ -63,8 +68,13 @@ STAGE_2_OF = {
 WARMUP = 2
 LOSS_TOLERANCE = 1e-5
 
-# The stacks of matrices of the peak.
+# The stacks of matrices of the peaks; their lines, and the schedules of each.
 MATRICES, SIDE = 8, 512
+PEAKS = {
+    "evaluation": ("peak", ["1f1b"]),
+    "training": ("peak, training", ["1f1b"]),
+    "weights": ("peak, training, weights", TRAINING),
+}
 
 # A stage that sleeps about as long as one of the GPT computes. Its weight has 2 MiB.
 SLEEP_S, N_ROWS = 0.04, 2**16
@@ -75,8 +85,9 @@ def micro_batches(number: int, data_rank: int) -> Iterator[Any]:
     return iter([tuple(torch.randint(WORDS, (ROWS, TOKENS), generator=generator) for _ in range(2)) for _ in range(N)])
 
 
-def engine_of(layers: list[Any], loss: Any, stage: int, **more: Any) -> Any:
-    net = PipelineModule(layers, num_stages=STAGES, loss_fn=loss, partition_method="uniform")
+def engine_of(layers: list[Any], loss: Any, stage: int, schedule: str = "1f1b", **more: Any) -> Any:
+    shape = {"num_stages": STAGES, "virtual_stages": VIRTUAL[schedule], "partition_method": "uniform"}
+    net = PipelineModule(layers, loss_fn=loss, schedule=schedule, **shape)
     zero = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
@@ -137,24 +148,56 @@ def mean_square(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs - labels).square().mean()
 
 
-def peak() -> dict[str, int]:
-    """Live tensor bytes of this rank in an evaluation, and the plan: shards of weights and gradients, and the limit."""
+class GatheredBytes:
+    """Live bytes of the memory that gathered weights are allocated in, and their peak: a buffer counts from its
+    allocation until nothing holds its storage any more, so also while no unit is in it."""
+
+    def __init__(self, fetcher: Any) -> None:
+        pool = fetcher.means.pool
+        require(pool.n_bytes == 0, f"nothing has been gathered before: {pool.n_bytes} bytes")
+        self._allocate, self._buffers, self.peak = pool._allocate, [], 0
+        pool._allocate = self._count
+
+    def _count(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        buffer = self._allocate(n_bytes, device)
+        self._buffers.append((StorageWeakRef(buffer.untyped_storage()), n_bytes))
+        self.peak = max(self.peak, sum(size for storage, size in self._buffers if not storage.expired()))
+        return buffer
+
+
+def shard_bytes(fetcher: Any) -> int:
+    """Bytes of the memory that this rank's shards of the weights lie in."""
+    pieces = [state_of(slot.param).piece.untyped_storage() for group in fetcher.groups for slot in group.slots]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in pieces}.values())
+
+
+def peak(what: str, schedule: str) -> dict[str, int]:
+    """Bytes of this rank at their peak, and the plan.
+
+    "evaluation": live tensor bytes of a batch, after others like it; planned are shards of weights and gradients, and
+    the limit. "training": the same of a training batch, with the whole sums of gradients, one bucket of their reduction
+    and the gradient that a backward has just made. "weights": the memory of weights alone in training batches, from the
+    first one, over their shard and the limit.
+    """
     unit, limit = SIDE * SIDE, MATRICES // 2
     zero = {"reduce_bucket_size": unit, "stage3_max_live_parameters": limit * unit}
     layers = [nn.Linear(SIDE, SIDE, bias=False) for _ in range(STAGES * MATRICES)]
     batch = (torch.ones(ROWS, SIDE), torch.zeros(ROWS, SIDE))
-    optimizer = {"type": "SGD", "params": {"lr": 0.0}}
+    more = {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}, "zero_optimization": zero, "comm": GLOO}
     with LiveBytes() as live:
-        engine = engine_of(layers, mean_square, 3, zero_optimization=zero, optimizer=optimizer, comm=GLOO)
+        engine = engine_of(layers, mean_square, 3, schedule, **more)
         layers.clear()
+        gathered = GatheredBytes(engine._fetcher)
+        run = engine.eval_batch if what == "evaluation" else engine.train_batch
         for _ in range(WARMUP):
-            engine.eval_batch(iter([batch] * N))
-        with live.phase("evaluation"):
-            engine.eval_batch(iter([batch] * N))
+            run(iter([batch] * N))
+        with live.phase(what):
+            run(iter([batch] * N))
+        found = shard_bytes(engine._fetcher) + gathered.peak if what == "weights" else live.peaks[what]
     engine.close()
-    size = batch[0].element_size()
-    planned = size * unit * (2 * MATRICES // DATA_RANKS + limit)
-    return {"peak": live.peaks["evaluation"], "planned": planned}
+    shard = MATRICES // DATA_RANKS
+    n_units = {"weights": shard, "evaluation": 2 * shard, "training": 2 * shard + MATRICES + 2}[what] + limit
+    return {"peak": found, "planned": batch[0].element_size() * unit * n_units}
 
 
 class Sleeping:
@@ -214,7 +257,7 @@ class Sleeping:
 
 
 def serve(width: int) -> None:
-    """One rank. A question is ["batch", contender], ["peak", ""] or ["sleep", schedule]."""
+    """One rank. A question is ["batch", contender], ["peak", "what, schedule"] or ["sleep", schedule]."""
     torch.set_num_threads(1)
     deepspeed_c.init_distributed("gloo")
     made: dict[tuple[str, str], Any] = {("batch", name): Trained(name, width) for name in CONTENDERS}
@@ -222,7 +265,7 @@ def serve(width: int) -> None:
     for line in sys.stdin:
         what, which = json.loads(line)
         if what == "peak":
-            say(peak())
+            say(peak(*which.split(", ")))
             continue
         if (what, which) not in made:
             made[what, which] = Sleeping(which)
@@ -282,6 +325,19 @@ def simulated(schedule: str, answers: list[dict[str, Any]]) -> float:
     return simulate(with_gathers(table, units, None, where="benchmark"), costs).makespan_ns * 1e-9
 
 
+def peaks(ranks: ServedRanks) -> Iterator[dict[str, Any]]:
+    for what, (contender, schedules) in PEAKS.items():
+        lines = []
+        for schedule in schedules:
+            answers = ranks.ask(json.dumps(["peak", f"{what}, {schedule}"]))
+            line = {"benchmark": "pipeline_stage3", "contender": contender, "schedule": schedule, "ranks": RANKS}
+            line |= {key: max(answer[key] for answer in answers) for key in ("peak", "planned")}
+            lines.append({**line, "peak_to_plan": round(line["peak"] / line["planned"], 4)})
+        yield from lines
+        if len(lines) > 1:
+            yield {**max(lines, key=lambda line: line["peak_to_plan"]), "schedule": "all"}
+
+
 def makespans(ranks: ServedRanks, rounds: int) -> Iterator[dict[str, Any]]:
     found: dict[str, list[float]] = {name: [] for name in TRAINING}
     wanted: dict[str, list[float]] = {name: [] for name in TRAINING}
@@ -320,10 +376,7 @@ def main() -> None:
     try:
         about = ranks.answers()
         lines += batches(ranks, about, options.width, options.rounds)
-        peaks = ranks.ask(json.dumps(["peak", ""]))
-        line = {"benchmark": "pipeline_stage3", "contender": "peak", "ranks": RANKS}
-        line |= {key: max(each[key] for each in peaks) for key in ("peak", "planned")}
-        lines.append({**line, "peak_to_plan": round(line["peak"] / line["planned"], 4)})
+        lines += peaks(ranks)
         lines += makespans(ranks, options.sleep_rounds)
     finally:
         ranks.close()
