@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ CELLS = [
 def test_weights_are_those_of_the_libraries_in_one_process(cell):
     n_ranks = 4 if "tensor_parallel" in cell[3] and cell[1] else 2
     losses = run_ranks(n_ranks, whole_body, *cell)
-    assert all(loss == loss for loss in losses), losses
+    assert all(map(math.isfinite, losses)), losses
 
 
 def test_files_of_nvme_are_read(tmp_path):
@@ -182,7 +183,7 @@ def early_body(rank: int, world: int, stage: int, sections: dict[str, Any]) -> A
 @pytest.mark.parametrize("stage, sections", [(0, {}), (3, {}), (3, JOINT)], ids=["0", "3", "joint"])
 def test_a_rank_that_ends_early_leaves_no_rank_waiting(stage, sections):
     for loss, gathered, held in run_ranks(3, early_body, stage, sections):
-        assert loss == loss
+        assert math.isfinite(loss)
         if sections != JOINT:  # there a gather takes no memory, and all are started at once
             assert gathered <= 3, gathered  # all ranks had ended, so the rest was not gathered
         assert held == []
