@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -11,7 +14,7 @@ from deepspeed_c.cgroups import least
 from deepspeed_c.env import Env, read_env
 from deepspeed_c.errors import ConfigError
 
-__all__ = ["decide", "fair_part", "leave", "number", "quota", "take_back"]
+__all__ = ["decide", "fair_part", "leave", "number", "one_torch_thread", "quota", "take_back"]
 
 VARIABLES = ("DSC_NUM_THREADS", "LOCAL_WORLD_SIZE", "DSC_CPU_ISA")
 
@@ -62,6 +65,42 @@ def take_back(part: float) -> None:
     """
     _parts.remove(part)
     _core().pool_resize(0)
+
+
+@contextlib.contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Context in which torch's operators run on the calling thread alone; afterwards its ``torch.get_num_threads()`` is
+    as before, also after an exception.
+
+    After an operator of many elements, threads of OpenMP spin for some milliseconds on the processors that the pool
+    needs for the next product. ``torch.set_num_threads`` would also set the number of each thread that calls torch for
+    the first time meanwhile. OpenMP's own function sets it for the calling thread. A torch without OpenMP has no
+    spinning threads, and stays as it is.
+    """
+    import torch
+
+    set_number = _openmp_setter()
+    if set_number is None:
+        yield
+        return
+    n_threads = torch.get_num_threads()  # the first call in a thread sets its number, so it comes before ours
+    set_number(1)
+    try:
+        yield
+    finally:
+        set_number(n_threads)
+
+
+@functools.cache
+def _openmp_setter() -> Callable[[int], object] | None:
+    import torch
+
+    if not torch.backends.openmp.is_available():
+        return None
+    setter = getattr(ctypes.PyDLL(None), "omp_set_num_threads", None)  # torch loads its OpenMP for the whole process
+    if setter is not None:
+        setter.argtypes, setter.restype = [ctypes.c_int], None
+    return setter
 
 
 def number(env: Env, most: int) -> int:

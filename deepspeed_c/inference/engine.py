@@ -29,6 +29,7 @@ from deepspeed_c.inference.int8 import quantize_weights
 from deepspeed_c.inference.limits import check_heads, positions_of
 from deepspeed_c.inference.load import load_checkpoint, save_mp_checkpoint, shards_from_files
 from deepspeed_c.logging import log_dist
+from deepspeed_c.ops.product_times import product_times
 from deepspeed_c.utils import groups
 from deepspeed_c.zero.layout.layout import Layout, gather_for_good
 from deepspeed_c.zero.weights.code_layers import check_layers
@@ -135,6 +136,13 @@ class InferenceEngine(WholeModel, ModelHost):
                 fix="call the engine itself, or pass a model that generates",
             )
         return super().generate(*args, **kwargs)
+
+    @property
+    def multiplies_by_core(self) -> bool:
+        """Whether products of the model's dtype are the core's, because torch's are slow on this processor."""
+        config = self.inference_config
+        is_widened = config.dtype in (torch.bfloat16, torch.float16) and self.device.type == "cpu"
+        return is_widened and config.cpu_products == "auto" and product_times(config.dtype).is_torch_slow
 
     def _check_prompts(self, args: tuple, kwargs: dict[str, Any]) -> None:
         limit = self.inference_config.max_out_tokens

@@ -4,12 +4,14 @@ part of the processors, and the threads that are left for backward."""
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
+import torch
 
 from deepspeed_c.env import Env
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.threads import fair_part, number, quota
+from deepspeed_c.threads import fair_part, number, one_torch_thread, quota
 from tests import fresh
 
 
@@ -120,3 +122,31 @@ print(*seen)
 def test_engines_leave_processors_and_take_them_back_in_any_order():
     done = fresh.run(["-c", LEAVING], env={**os.environ, "DSC_NUM_THREADS": "8"})
     assert (done.returncode, done.stdout) == (0, "8 4 2 2 2 8\n"), done.stdout + done.stderr
+
+
+@pytest.fixture
+def three_torch_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_one_torch_thread_is_for_the_body_and_the_calling_thread_alone(three_torch_threads) -> None:
+    found = []
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))  # calls torch for the first time
+    with one_torch_thread():
+        assert torch.get_num_threads() == 1
+        other.start()
+        other.join()
+        with one_torch_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 1
+    assert found == [3]
+    assert torch.get_num_threads() == 3
+
+
+def test_torch_threads_are_as_before_after_an_exception(three_torch_threads) -> None:
+    with pytest.raises(KeyError), one_torch_thread():
+        raise KeyError
+    assert torch.get_num_threads() == 3

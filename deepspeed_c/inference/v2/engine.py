@@ -30,6 +30,7 @@ from deepspeed_c.inference.v2.state import DSSequenceDescriptor, DSStateManager,
 from deepspeed_c.inject.few_rows import few_row_products
 from deepspeed_c.kv.group import NeedsOwnCache, blocks_of
 from deepspeed_c.logging import log_dist
+from deepspeed_c.threads import one_torch_thread
 from deepspeed_c.weights.configs import save_configs
 
 __all__ = ["FORMAT", "METADATA", "InferenceEngineV2"]
@@ -43,6 +44,9 @@ _TRIED = (5, 3)
 _PIECES = (slice(0, 2), slice(2, None))
 # More rows than few_rows multiplies by itself, and a few.
 _TRIED_BITS = (37, 3)
+# Elements of hidden states: more of them are worth torch's threads. An operator of fewer takes less than a millisecond
+# on one thread, and others would spin longer than that.
+_MOST_ON_ONE_THREAD = 1 << 20
 
 
 class InferenceEngineV2:
@@ -62,7 +66,10 @@ class InferenceEngineV2:
         limit = positions_of(self._module)[1]
         manager = engine_config.state_manager
         self._max_context = min(manager.max_context, _MOST_TOKENS if limit is None else limit)
-        self._words = self._module.config.get_text_config(decoder=True).vocab_size
+        text = self._module.config.get_text_config(decoder=True)
+        self._words = text.vocab_size
+        is_own = policy.multiplies_by_core or engine_config.deterministic
+        self._most_rows_on_one_thread = _MOST_ON_ONE_THREAD // text.hidden_size if is_own else 0
         self._batch = RaggedBatchWrapper(manager, self._words)
         self._attending = kv.attention.Attending.of(self._module)
         takes = inspect.signature(self._module.forward).parameters
@@ -258,6 +265,8 @@ class InferenceEngineV2:
             more = {"logits_to_keep": last} if self._keeps_last else {}
             if self._takes_positions:
                 more["position_ids"] = batch.positions[None].to(device)
+            if batch.current_tokens <= self._most_rows_on_one_thread:
+                context.enter_context(one_torch_thread())
             for each in (torch.no_grad(), self._mode(), kv.attention.attention_in_blocks(self._attending)):
                 context.enter_context(each)
             logits = self._host(

@@ -283,3 +283,34 @@ def test_folders_of_hugging_face_are_read_and_pickles_are_not(tmp_path: Path) ->
         with pytest.raises(CheckpointError) as caught:
             build(str(tmp_path), settings())
         assert "pickle" in str(caught.value)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_torch_threads_of_a_step_end_with_it_and_with_an_exception(deterministic: bool) -> None:
+    """Where the core multiplies, torch has one thread within a step. Products of torch keep theirs."""
+    host = init_inference(make("llama"), dtype=torch.float32)
+    engine = InferenceEngineV2(host, settings(deterministic=deterministic))
+    found: list[int] = []
+    fails = False
+
+    def note(*_: Any) -> None:
+        found.append(torch.get_num_threads())
+        if fails:
+            raise KeyError("hook")
+
+    hook = engine.model().register_forward_pre_hook(note)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        engine.put([0], [tokens_of(5, 0)])
+        after = [torch.get_num_threads()]
+        fails = True
+        with pytest.raises(KeyError):
+            engine.put([1], [tokens_of(4, 1)])
+        after.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+        hook.remove()
+        engine.destroy()
+    assert found == ([1, 1] if deterministic else [3, 3])
+    assert after == [3, 3]
