@@ -66,6 +66,7 @@ class _Table:
         """The units of this rank's last computation of each kind."""
         self.n_batches = 0
         self.steps: list[int] = []
+        self._leaves_room = False
         self.plan = run.plan([])
         self.plan_anew()
 
@@ -95,8 +96,11 @@ class _Table:
             steps += [unit for unit in dict.fromkeys(steps) if steps[-1:] != [unit]]
         self.ends.append(len(steps))
         is_new = steps != self.steps
-        if is_new:
-            self.steps, self.plan = steps, self._run.plan(steps)
+        # A use that a guess lacks is gathered beside the plan, within the limit too.
+        leaves_room = bool(self.guessed)
+        if is_new or leaves_room != self._leaves_room:
+            self.steps, self.plan = steps, self._run.plan(steps, leaves_room=leaves_room)
+            self._leaves_room = leaves_room
         return is_new
 
 

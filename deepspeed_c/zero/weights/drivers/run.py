@@ -50,10 +50,12 @@ class PlanRun:
         self._steps: Sequence[int] = []
         self._position = 0  # step of the plan that was gathered last
 
-    def plan(self, steps: Sequence[int]) -> Any:
-        """The C core's plan for units in this order of use."""
+    def plan(self, steps: Sequence[int], *, leaves_room: bool = False) -> Any:
+        """The C core's plan for units in this order of use. leaves_room: the plan leaves room for one unit beside it,
+        unless the limits let all units stay gathered."""
         limits = self._fetcher.limits
-        return _C.FetchPlan(steps, self._elems, limits.max_live, limits.ahead, limits.max_reuse)
+        room = max(self._elems, default=0) if leaves_room and not self.holds_all else 0
+        return _C.FetchPlan(steps, self._elems, max(limits.max_live - room, 0), limits.ahead, limits.max_reuse)
 
     @property
     def holds_all(self) -> bool:
