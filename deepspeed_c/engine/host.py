@@ -29,6 +29,7 @@ from deepspeed_c.env import read_env
 from deepspeed_c.errors import FeatureError, MissingNameError, StateError
 from deepspeed_c.moe.load import ExpertLoad, expert_load
 from deepspeed_c.recompute.blocks import Blocks
+from deepspeed_c.transfer.send import WeightSender
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import PlacedShard
@@ -93,6 +94,7 @@ class ModelHost(Compiling, ConfigGetters, torch.nn.Module, metaclass=ABCMeta):
             comm=comm,
         )
         self._edits = edits
+        self._sender = WeightSender(comm)
 
     def _open(self, layout: Layout) -> None:
         """Takes over the units that hold the module's parameters, and makes the edits that need the units. If it

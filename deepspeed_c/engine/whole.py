@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 
 from deepspeed_c.engine.checkpoint.model_files import save_model
 from deepspeed_c.engine.full_weights import FullWeights
-from deepspeed_c.engine.weights import consolidate, save_weights
+from deepspeed_c.engine.weights import consolidate, named_tensors, save_weights
+from deepspeed_c.transfer.target import SentWeights
 from deepspeed_c.zero.weights.drivers.join import JoinMode
 from deepspeed_c.zero.weights.wrappers import refuse_bytes_in_file
 
@@ -104,6 +105,48 @@ class WholeModel:
         self._require_open()
         self._require_states("iter_full_weights")
         return FullWeights(self.module, self._fetcher, self._mesh, bytes_ahead=bytes_ahead, adapters=adapters, to=to)
+
+    def send_weights(
+        self,
+        target: str | os.PathLike[str] | Callable[[str, torch.Tensor], Any] | torch.distributed.ProcessGroup | None,
+        *,
+        version: int | None = None,
+        adapters: str = "merged",
+        changed_only: bool = True,
+        bytes_ahead: int | str = "64MB",
+    ) -> SentWeights:
+        """Sends the weights, as ``iter_full_weights`` gives them, from rank 0 to a receiver. Collective.
+
+        target: a folder, which ``deepspeed_c.transfer.WeightsFolder`` reads; a function that is called with each name
+        and tensor; or a process group of torch with rank 0 in it, whose other ranks call
+        ``deepspeed_c.transfer.receive_weights``. Only rank 0's target counts.
+
+        version: the number of what is sent; default: one more than the receiver's. changed_only: sends only tensors
+        that have changed since the last call for this receiver, if it still has the version of that call. adapters,
+        bytes_ahead: as ``iter_full_weights``.
+
+        Raises on all ranks alike: StateError for a version that is not above the receiver's, and the error of a
+        receiver: CheckpointError for a folder, CommError for a rank of a group that has failed or refused, the
+        function's own exception on rank 0 and CommError on the others. The next call then sends all weights.
+        """
+        self._require_open()
+        self._require_states("send_weights")
+        return self._sender.send(
+            target,
+            lambda is_wanted: FullWeights(
+                self.module,
+                self._fetcher,
+                self._mesh,
+                bytes_ahead=bytes_ahead,
+                adapters=adapters,
+                to="rank0",
+                is_wanted=is_wanted,
+            ),
+            named_tensors(self.module, exclude_frozen=False),
+            version=version,
+            adapters=adapters,
+            changed_only=changed_only,
+        )
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """The module's state dict of whole tensors in host memory on rank 0, None on the others. Collective;

@@ -1,0 +1,136 @@
+"""Sends the weights of an engine, and remembers what each receiver has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.errors import CommError, ConfigError
+from deepspeed_c.transfer.call import CallTarget
+from deepspeed_c.transfer.folder import FolderTarget
+from deepspeed_c.transfer.group import GroupTarget
+from deepspeed_c.transfer.target import SentWeights, Target, check_version
+from deepspeed_c.zero.weights.fingerprint import fingerprint_of
+from deepspeed_c.zero.weights.param import state_of
+
+if TYPE_CHECKING:
+    from deepspeed_c.engine.full_weights import FullWeights
+    from deepspeed_c.weights.published import Piece
+
+__all__ = ["WeightSender"]
+
+Marks = dict[str, tuple[int, ...]]
+
+
+class _Last(NamedTuple):
+    """What a receiver has got last."""
+
+    version: int
+    adapters: str
+    marks: Marks
+    """The fingerprint of this rank's part of each tensor."""
+
+
+class _Plan(NamedTuple):
+    number_of_target: int
+    version: int
+    is_delta: bool
+
+
+class WeightSender:
+    """Sends weights to receivers. One object serves all receivers of an engine."""
+
+    def __init__(self, comm: Collectives) -> None:
+        self._comm = comm
+        self._targets: list[Any] = []  # on rank 0
+        self._last: dict[int, _Last] = {}
+
+    def send(
+        self,
+        target: Any,
+        make: Callable[[Callable[[Piece], bool]], FullWeights],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        version: int | None,
+        adapters: str,
+        changed_only: bool,
+    ) -> SentWeights:
+        """Sends the weights that ``make(is_wanted)`` yields on rank 0. tensors: the module's, by name. Collective.
+
+        Raises on all ranks what ``send_weights`` says.
+        """
+        plan, place = self._plan(target, version, adapters, changed_only)
+        marks: Marks = {name: _mark(tensor) for name, tensor in tensors.items()}
+        last = self._last.pop(plan.number_of_target, None)
+        changed = self._changed(marks, last.marks) if plan.is_delta else set(marks)
+        weights = make(lambda piece: not changed.isdisjoint(piece.inputs))
+        failure: Exception | None = None
+        try:
+            if place is not None:
+                place.put(plan.version, weights.entries, weights)
+            weights.close()
+        except Exception as error:  # noqa: BLE001  a receiver may raise anything, and all ranks have to learn of it
+            failure = error
+            weights.close()
+        if any(self._comm.gather_numbers(int(failure is not None), label="weights sent")):
+            # The receiver may have a part of them, so the next call sends all weights.
+            raise failure or CommError("rank 0 did not send them", where="send_weights", fix="look at its exception")
+        self._last[plan.number_of_target] = _Last(plan.version, adapters, marks)
+        n_bytes = sum(entry.n_bytes for entry in weights.entries if entry.tied_to is None)
+        return SentWeights(plan.version, len(weights.entries), n_bytes, plan.is_delta)
+
+    def _plan(self, target: Any, version: int | None, adapters: str, changed_only: bool) -> tuple[_Plan, Target | None]:
+        """What rank 0 has decided, and its target (None on other ranks). Raises rank 0's error on all ranks."""
+        said: _Plan | Exception | None = None
+        place: Target | None = None
+        if self._comm.rank == 0:
+            try:
+                number = self._number_of(target)
+                last = self._last.get(number)
+                place = _place_of(target, None if last is None else last.version)
+                has = place.version()
+                is_known = last is not None and (last.version, last.adapters) == (has, adapters)
+                said = _Plan(number, check_version(version, has, "send_weights"), changed_only and is_known)
+            except Exception as error:  # noqa: BLE001  of the file system, or of a group
+                said = error
+        (first, *_) = self._comm.gather_objects(said, label="version of weights")
+        if isinstance(first, Exception):
+            raise first if said is None else said
+        return first, place
+
+    def _number_of(self, target: Any) -> int:
+        """The number of a receiver, on rank 0. Two references to one method are equal, and the same receiver."""
+        kept = os.path.realpath(target) if isinstance(target, str | os.PathLike) else target
+        if kept not in self._targets:
+            self._targets.append(kept)
+        return self._targets.index(kept)
+
+    def _changed(self, marks: Marks, before: Marks) -> set[str]:
+        """The names of the tensors of which any rank's part has changed."""
+        own = [float(before.get(name) != mark) for name, mark in marks.items()]
+        everyone = self._comm.sum_numbers(own, label="changed weights")
+        return {name for name, n in zip(marks, everyone, strict=True) if n}
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, ...]:
+    state = state_of(tensor)
+    return fingerprint_of(tensor.detach() if state is None else state.piece)
+
+
+def _place_of(target: Any, last: int | None) -> Target:
+    if isinstance(target, str | os.PathLike):
+        return FolderTarget(os.fspath(target))
+    if isinstance(target, dist.ProcessGroup):
+        return GroupTarget(target)
+    if callable(target):
+        return CallTarget(target, last)
+    raise ConfigError(
+        f"is {target!r}",
+        where="send_weights(target=...)",
+        fix="pass on rank 0 a folder, a function of (name, tensor), or a process group",
+    )
