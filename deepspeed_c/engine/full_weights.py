@@ -22,7 +22,7 @@ from deepspeed_c.zero.weights.param import state_of
 __all__ = ["RECEIVERS", "FullWeights", "WeightEntry"]
 
 RECEIVERS = ("rank0", "all", "each")
-# What a rank says before the next weights are gathered.
+# The numbers of ``_agree``: this rank needs no further tensors, needs some, or its weights have changed.
 _DONE, _WANTS, _CHANGED = 0, 1, 2
 
 

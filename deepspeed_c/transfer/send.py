@@ -28,7 +28,7 @@ Marks = dict[str, tuple[int, ...]]
 
 
 class _Last(NamedTuple):
-    """What a receiver has got last."""
+    """The state of a receiver after the last send."""
 
     version: int
     adapters: str
@@ -62,7 +62,7 @@ class WeightSender:
     ) -> SentWeights:
         """Sends the weights that ``make(is_wanted)`` yields on rank 0. tensors: the module's, by name. Collective.
 
-        Raises on all ranks what ``send_weights`` says.
+        Raises the errors of ``send_weights``, on all ranks.
         """
         plan, place = self._plan(target, version, adapters, changed_only)
         marks: Marks = {name: _mark(tensor) for name, tensor in tensors.items()}
@@ -85,7 +85,7 @@ class WeightSender:
         return SentWeights(plan.version, len(weights.entries), n_bytes, plan.is_delta)
 
     def _plan(self, target: Any, version: int | None, adapters: str, changed_only: bool) -> tuple[_Plan, Target | None]:
-        """What rank 0 has decided, and its target (None on other ranks). Raises rank 0's error on all ranks."""
+        """Returns (the decisions of rank 0, its target; None on other ranks). Raises rank 0's error on all ranks."""
         said: _Plan | Exception | None = None
         place: Target | None = None
         if self._comm.rank == 0:

@@ -1,4 +1,4 @@
-"""What a sender of weights needs of the place that it sends to."""
+"""The interface between a sender of weights and the place that takes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES_SHOWN = 3
 
 
 class SentWeights(NamedTuple):
-    """What one call of ``send_weights`` has sent."""
+    """The result of one call of ``send_weights``."""
 
     version: int
     n_tensors: int

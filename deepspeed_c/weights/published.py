@@ -25,7 +25,7 @@ Named = Mapping[str, torch.Tensor]
 
 
 class TensorFacts(NamedTuple):
-    """What is known of a tensor of the state dict before it is gathered. ``shape`` is that of the whole tensor."""
+    """Facts of a tensor of the state dict that need no gather. ``shape`` is the shape of the whole tensor."""
 
     shape: torch.Size
     dtype: torch.dtype

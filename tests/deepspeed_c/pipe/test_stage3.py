@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 SMALL_UNITS = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 768}
 # The largest unit is gathered alone, so that weights are gathered anew for each use.
 TIGHT = {"stage3_max_live_parameters": 768, "stage3_prefetch_bucket_size": 0}
-TWO = {"stage3_max_live_parameters": 1536, "stage3_prefetch_bucket_size": 768}
+THREE = {"stage3_max_live_parameters": 2304, "stage3_prefetch_bucket_size": 0}
 
 
 def stage3(n: int, zero: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def check(outcome: list[Any], expected: tuple[list[float], dict[str, Any]]) -> N
     assert seen == set(weights)
 
 
-@pytest.mark.parametrize("limit", [{}, TIGHT, TWO], ids=["all", "one", "two"])
+@pytest.mark.parametrize("limit", [{}, TIGHT, THREE], ids=["all", "one", "three"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_pipelines_train_as_one_process(schedule, limit):
     options = {"schedule": schedule, **SCHEDULES[schedule]}
