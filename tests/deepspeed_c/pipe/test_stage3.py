@@ -81,7 +81,9 @@ def test_two_pipelines_train_as_one_process(schedule, limit):
             assert stats["n_unexpected"] <= 1, (rank, stats)
         else:
             # A use that the first plan lacks is gathered beside the running unit.
-            assert stats["max_live_elems"] <= max(2 * 768, limit["stage3_max_live_parameters"]), (rank, stats)
+            # A running module holds its vector of 64 past the release.
+            most = max(2 * 768, limit["stage3_max_live_parameters"] + 64)
+            assert stats["max_live_elems"] <= most, (rank, stats)
             assert stats["n_gathers"] > (5 if limit is TIGHT else 1) * stats["n_units"] * BATCHES, (rank, stats)
 
 
