@@ -428,7 +428,7 @@ def _skeleton_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any]:
     elif isinstance(adapted := _without_wrapper(model), transformers.PreTrainedModel):
         model = adapted
         config, made_by = model.config, type(model)._from_config
-        if not all(tensor.is_meta for tensor in model.parameters()):
+        if _has_values(model):
             source = model
         elif _adapters_of(model):
             raise ModelError(
@@ -457,6 +457,10 @@ def _skeleton_of(model: Any, dtype: torch.dtype | None) -> tuple[Any, Any, Any]:
     elif source is not None and os.path.exists(os.path.join(source, "generation_config.json")):
         generation = transformers.GenerationConfig.from_pretrained(source)
     return source, skeleton.eval(), copy.deepcopy(generation)
+
+
+def _has_values(model: torch.nn.Module) -> bool:
+    return not all(tensor.is_meta for tensor in model.parameters())
 
 
 def _without_wrapper(model: Any) -> Any:

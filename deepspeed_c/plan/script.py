@@ -17,6 +17,7 @@ from deepspeed_c.config.source import CONFIG_ARGUMENTS, GivenConfig, source_of_e
 from deepspeed_c.errors import FeatureError, ModelError
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.pipe import module as pipe_module
+from deepspeed_c.pipe import transformers as pipe_transformers
 from deepspeed_c.script import StopScript, line_of, run_script
 from deepspeed_c.zero.weights import init as partition_parameters
 
@@ -93,6 +94,13 @@ def _stand_ins(notes: dict[str, bool], n_ranks: int, rank: int | None) -> Iterat
         if rank is None:
             stack.enter_context(mock.patch.object(PipelineModule, "__init__", _refuse_pipeline))
         stack.enter_context(mock.patch.object(pipe_module, "_lay_out_ranks", _on_the_host(pipe_module._lay_out_ranks)))
+        stack.enter_context(mock.patch.object(PipelineModule, "_measure", _refuse_measuring))
+        for name in ("fill_from_files", "fill_from_seeds"):
+            stack.enter_context(mock.patch.object(pipe_transformers, name, _leave_on_meta))
+        # A model has values in a run. Its copy here is on the meta device, and knows which weights are frozen.
+        stack.enter_context(mock.patch.object(pipe_transformers, "_has_values", lambda model: True))
+        copied = _on_the_host(pipe_transformers.fill_from_model)
+        stack.enter_context(mock.patch.object(pipe_transformers, "fill_from_model", copied))
         for name in ("to", "cpu", "cuda"):
             stack.enter_context(mock.patch.object(torch.nn.Module, name, _staying(name)))
         stack.enter_context(_silent_group(n_ranks, rank or 0))
@@ -126,6 +134,14 @@ def _refuse_pipeline(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None
     )
 
 
+def _refuse_measuring(module: torch.nn.Module, *args: Any) -> None:
+    raise FeatureError(
+        "layers are measured while they run, and tensors have no data in a plan",
+        where='PipelineModule(partition_method="profile")',
+        fix="pass the parts that a run has found, which are module.parts[:-1] there",
+    )
+
+
 def _on_the_host(function: Callable) -> Callable:
     """The function with tensors that have data: the places of ranks are read."""
 
@@ -134,6 +150,10 @@ def _on_the_host(function: Callable) -> Callable:
             return function(*args)
 
     return run
+
+
+def _leave_on_meta(*_: Any) -> None:
+    """Gives the weights of ``from_transformers`` no values, which a plan does not read."""
 
 
 def _stand_in_for_init(notes: dict[str, bool]) -> type:
