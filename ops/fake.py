@@ -151,6 +151,19 @@ def _nn_softmax_backward(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     return torch.empty_like(y)
 
 
+@torch.library.impl(_LIBRARY, "nn_divergence", "Meta")
+def _nn_divergence(
+    student: Tensor, teacher: Tensor, is_counted: Tensor | None, beta: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    n_rows = student.numel() // max(student.shape[-1], 1)
+    return student.new_empty(n_rows, dtype=torch.float32), student.new_empty((n_rows, 5), dtype=torch.float32)
+
+
+@torch.library.impl(_LIBRARY, "nn_divergence_backward", "Meta")
+def _nn_divergence_backward(dlosses: Tensor, student: Tensor, *rest: Any) -> Tensor:
+    return _dense_like(student)
+
+
 @torch.library.impl(_LIBRARY, "nn_product", "Meta")
 def _nn_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]))

@@ -6,6 +6,7 @@ one rounding per operation. Nothing here is in place, and nothing is fused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,7 @@ __all__ = [
     "newton_schulz",
     "nn_attention",
     "nn_bias_act",
+    "nn_divergence",
     "nn_dropout",
     "nn_gated",
     "nn_norm",
@@ -319,6 +321,30 @@ def nn_softmax(x: Tensor, mask: Tensor | None, scale: float, is_causal: bool) ->
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + _wide(mask)
     is_blind = (scores == -torch.inf).all(-1, keepdim=True)
     return scores.masked_fill(is_blind, 0).softmax(-1).masked_fill(is_blind, 0).to(x.dtype)
+
+
+def nn_divergence(student: Tensor, teacher: Tensor, beta: float, scale: float) -> Tensor:
+    """The loss of each row [...] of logits [..., vocabulary], in f32 (f64 of f64): arXiv 2306.13649, equation 1."""
+    log_q = (scale * _wide(student)).log_softmax(-1)
+    log_p = (scale * _wide(teacher)).to(log_q.dtype).log_softmax(-1)
+
+    def kl(log_of: Tensor, log_from: Tensor) -> Tensor:
+        """A term of probability 0 is 0, and has no slope, whatever its logarithm."""
+        is_zero = log_of == -torch.inf
+        # Both logarithms are replaced, so that no derivative is taken at inf - inf.
+        ratio = log_of.masked_fill(is_zero, 0) - log_from.masked_fill(is_zero, 0)
+        return (log_of.exp() * ratio).masked_fill(is_zero, 0).sum(-1)
+
+    if beta == 0:
+        return kl(log_p, log_q)
+    if beta == 1:
+        return kl(log_q, log_p)
+    # torch's logaddexp has no derivative where both are -inf.
+    is_zero = (log_p == -torch.inf) & (log_q == -torch.inf)
+    log_m = torch.logaddexp(
+        log_p.masked_fill(is_zero, 0) + math.log(beta), log_q.masked_fill(is_zero, 0) + math.log1p(-beta)
+    ).masked_fill(is_zero, -torch.inf)
+    return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
 
 
 def nn_attention(

@@ -71,6 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "offload": {"config", "logging", "comm", "ops", "_C", "zero"},
     "inject": {"config", "logging", "comm", "checkpoint", "ops", "_C", "quantity"},
     "compression": {"checkpoint", "config", "inject", "logging", "ops", "pipe", "quantity", "zero"},
+    "distill": {"ops"},
     "sequence": {
         *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
         *("zero", "recompute", "offload", "quantity", "inject"),

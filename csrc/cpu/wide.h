@@ -8,6 +8,7 @@
 #include "cpu/math.h"
 #include "cpu/table.h"
 
+#include <float.h>
 #include <string.h>
 
 #if defined(__AVX__)
@@ -446,6 +447,34 @@ static inline wide dsc_wide_sigmoid(wide x)
     wide e = dsc_wide_exp_nonpositive(-dsc_wide_abs(x));
 
     return dsc_wide_where_less(x, (wide){0}, e, dsc_wide_all(1.0f)) / (1.0f + e);
+}
+
+/*
+ * The natural logarithm within 1 ulp, of positive numbers. Numbers below FLT_MIN count as FLT_MIN, and a NaN stays one.
+ * Cephes' polynomial (Moshier, logf) on [sqrt(1/2), sqrt(2)).
+ */
+static inline wide dsc_wide_log(wide x)
+{
+    wide positive = dsc_wide_max(dsc_wide_all(FLT_MIN), x);
+    wide_ints bits = (wide_ints)positive;
+    wide_ints exponent = (bits - 0x3f3504f3) >> 23;
+    wide n = __builtin_convertvector(exponent, wide);
+    wide f = (wide)(bits - (wide_ints)((wide_bits)exponent << 23)) - 1.0f;
+    wide square = f * f;
+    wide p = dsc_wide_all(7.0376836292e-2f);
+
+    p = dsc_wide_fma(p, f, dsc_wide_all(-1.1514610310e-1f));
+    p = dsc_wide_fma(p, f, dsc_wide_all(1.1676998740e-1f));
+    p = dsc_wide_fma(p, f, dsc_wide_all(-1.2420140846e-1f));
+    p = dsc_wide_fma(p, f, dsc_wide_all(1.4249322787e-1f));
+    p = dsc_wide_fma(p, f, dsc_wide_all(-1.6668057665e-1f));
+    p = dsc_wide_fma(p, f, dsc_wide_all(2.0000714765e-1f));
+    p = dsc_wide_fma(p, f, dsc_wide_all(-2.4999993993e-1f));
+    p = dsc_wide_fma(p, f, dsc_wide_all(3.3333331174e-1f));
+    p = dsc_wide_fma(n, dsc_wide_all(LN2_LOW), square * (f * p));
+    p = dsc_wide_fma(dsc_wide_all(-0.5f), square, p);
+    /* The exponent is that of the largest NaN, too, so NaN comes back with x - x. */
+    return dsc_wide_fma(n, dsc_wide_all(LN2_HIGH), f + p) + (positive - positive);
 }
 
 #endif

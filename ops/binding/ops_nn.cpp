@@ -338,6 +338,57 @@ Tensor nn_softmax_backward(const Tensor &dy_in, const Tensor &y, double scale)
     return dx;
 }
 
+/* The arguments that a divergence and its gradient share. */
+template <class Call>
+Call begin_divergence(const Operands &o, const Tensor &student, const Tensor &teacher, const MaybeTensor &is_counted,
+                      double beta, double scale)
+{
+    auto call = o.begin<Call>();
+
+    call.beta = static_cast<float>(beta);
+    call.scale = static_cast<float>(scale);
+    call.student = o.read_all(student, "student");
+    call.teacher = o.read_any(teacher, "teacher", student.numel(), &call.teacher_dtype);
+    if (is_counted.has_value())
+        call.is_counted = static_cast<const uint8_t *>(o.read_bytes(*is_counted, "is_counted", o.n_rows));
+    return call;
+}
+
+constexpr int64_t ROW_FLOATS = sizeof(struct dsc_nn_divergence_row) / sizeof(float);
+
+std::tuple<Tensor, Tensor> nn_divergence(const Tensor &student_in, const Tensor &teacher_in,
+                                         const MaybeTensor &is_counted, double beta, double scale)
+{
+    const Tensor student = dsc::contiguous(student_in);
+    const Tensor teacher = dsc::contiguous(teacher_in);
+    const Operands o("nn_divergence", student, "student");
+    const Tensor losses = dsc::new_f32(student, {o.n_rows});
+    const Tensor rows = dsc::new_f32(student, {o.n_rows, ROW_FLOATS});
+    auto call = begin_divergence<struct dsc_nn_divergence>(o, student, teacher, is_counted, beta, scale);
+
+    call.losses = static_cast<float *>(losses.mutable_data_ptr());
+    call.rows = static_cast<struct dsc_nn_divergence_row *>(rows.mutable_data_ptr());
+    o.run(dsc_nn_divergence, call);
+    return {losses, rows};
+}
+
+Tensor nn_divergence_backward(const Tensor &dlosses_in, const Tensor &student_in, const Tensor &teacher_in,
+                              const MaybeTensor &is_counted, const Tensor &rows, double beta, double scale)
+{
+    const Tensor student = dsc::contiguous(student_in);
+    const Tensor teacher = dsc::contiguous(teacher_in);
+    const Tensor dlosses = dsc::contiguous(dlosses_in);
+    const Operands o("nn_divergence_backward", student, "student");
+    const Tensor dstudent = dsc::empty_like(student);
+    auto call = begin_divergence<struct dsc_nn_divergence_grad>(o, student, teacher, is_counted, beta, scale);
+
+    call.rows = reinterpret_cast<const struct dsc_nn_divergence_row *>(o.read_f32(rows, "rows", o.n_rows * ROW_FLOATS));
+    call.dlosses = o.read_f32(dlosses, "dlosses", o.n_rows);
+    call.dstudent = dstudent.mutable_data_ptr();
+    o.run(dsc_nn_divergence_grad, call);
+    return dstudent;
+}
+
 }  // namespace
 
 DSC_OPS(m)
@@ -358,6 +409,11 @@ DSC_OPS(m)
     m.def("nn_rotary(Tensor x, Tensor cos, Tensor sin, bool is_interleaved, bool is_inverse) -> Tensor");
     m.def("nn_softmax(Tensor x, Tensor? mask, float scale, bool is_causal) -> Tensor");
     m.def("nn_softmax_backward(Tensor dy, Tensor y, float scale) -> Tensor");
+    m.def(
+        "nn_divergence(Tensor student, Tensor teacher, Tensor? is_counted, float beta, float scale) -> (Tensor losses, Tensor rows)");
+    m.def(
+        "nn_divergence_backward(Tensor dlosses, Tensor student, Tensor teacher, Tensor? is_counted, Tensor rows, float beta, "
+        "float scale) -> Tensor");
 }
 
 #define IMPLEMENTATIONS(m)                                          \
@@ -376,6 +432,9 @@ DSC_OPS(m)
 DSC_OPS_CPU(m)
 {
     IMPLEMENTATIONS(m);
+    /* Other devices compute the formula of ops/divergence.py with torch. */
+    m.impl("nn_divergence", DSC_BOX(&nn_divergence));
+    m.impl("nn_divergence_backward", DSC_BOX(&nn_divergence_backward));
 }
 
 #define DSC_ACCEL_BUILTIN(name, entry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed_c.ops import kv, moe, nn, quant  # noqa: F401  (register operators, and gradients of some)
+from deepspeed_c.ops import divergence, kv, moe, nn, quant  # noqa: F401  (register operators, and gradients of some)
 from tests.ops.data import optimizer_kinds
 
 HYPER = (2, 0.01, 0.9, 0.999, 1e-8, 0.1, 0.9, 0.0, 0.0, 0.01, 10.0, 1.0, 1)
@@ -144,6 +144,9 @@ def nn_cases():
     yield "nn_layers", "nn_layers", (still, [weight, weight[:3]], [None, weight[0, :3]])
     yield "nn_softmax", "nn_softmax", (scores, keep, 0.5, True)
     yield "nn_softmax_backward", "nn_softmax_backward", (scores.detach(), scores.detach(), 0.5)
+    yield "nn_divergence", "nn_divergence", (x, still.float(), torch.tensor([1, 0, 1], dtype=torch.uint8), 0.3, 0.5)
+    losses, found = torch.ops.deepspeed_c.nn_divergence(still, still, None, 0.3, 0.5)
+    yield "nn_divergence_backward", "nn_divergence_backward", (losses, still, still, None, found, 0.3, 0.5)
     q, k, v = make(2, 5, 4, 8).transpose(1, 2), make(2, 2, 6, 8), make(2, 2, 6, 3)
     rules = (torch.rand(4), torch.rand(4), torch.zeros(2, 6, dtype=torch.int32), 0.3, True, 3, 2.0)
     yield "nn_attention", "nn_attention", (q, k, v, rules[0].clone().requires_grad_(), *rules[1:])

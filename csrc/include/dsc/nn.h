@@ -250,9 +250,59 @@ struct dsc_nn_softmax_grad {
 
 DSC_API dsc_status dsc_nn_softmax_grad(const struct dsc_nn_softmax_grad *call, const struct dsc_par *par);
 
+/* What the backward of a row needs to know of the forward: maxima and logarithms of sums, of the scaled scores. */
+struct dsc_nn_divergence_row {
+    float student_max;
+    float student_log_sum; /* of the sum of e^(score - max); -inf if all scores are -inf */
+    float teacher_max;
+    float teacher_log_sum;
+    float of_student; /* the sum of q log(q / m) */
+};
+
 /*
- * The argument checks of the calls above as functions: dsc_nn_norm_check and so on. They serve callers that run the
- * call itself elsewhere (dsc/accel.h).
+ * Generalized Jensen-Shannon divergence of two distributions (arXiv 2306.13649, equation 1), for each row:
+ *   p = softmax(scale * teacher),  q = softmax(scale * student),  m = beta p + (1 - beta) q
+ *   loss = beta KL(p || m) + (1 - beta) KL(q || m);   beta 0: KL(p || q), beta 1: KL(q || p)
+ * A term whose p (or q) is 0 is 0. The loss of a row that is not counted is 0, and the row is not read. Everything is
+ * computed in f32 and summed in f64, block by block: no array of n_cols elements is made.
+ */
+struct dsc_nn_divergence {
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype; /* of student */
+    dsc_dtype teacher_dtype;
+    float beta;  /* [0, 1] */
+    float scale; /* > 0 */
+    const void *student;
+    const void *teacher;
+    const uint8_t *is_counted; /* [n_rows]; may be NULL: all are */
+    float *losses;             /* [n_rows] */
+    struct dsc_nn_divergence_row *rows;
+};
+
+DSC_API dsc_status dsc_nn_divergence(const struct dsc_nn_divergence *call, const struct dsc_par *par);
+
+/* dstudent = dlosses * the derivative of the row's loss; 0 in rows that are not counted. */
+struct dsc_nn_divergence_grad {
+    int64_t n_rows;
+    int64_t n_cols;
+    dsc_dtype dtype; /* of student and dstudent */
+    dsc_dtype teacher_dtype;
+    float beta;
+    float scale;
+    const void *student;
+    const void *teacher;
+    const uint8_t *is_counted;
+    const struct dsc_nn_divergence_row *rows;
+    const float *dlosses; /* [n_rows] */
+    void *dstudent;       /* may be student */
+};
+
+DSC_API dsc_status dsc_nn_divergence_grad(const struct dsc_nn_divergence_grad *call, const struct dsc_par *par);
+
+/*
+ * The argument checks of the calls in dsc/nn_calls.inc as functions: dsc_nn_norm_check and so on. They serve callers
+ * that run the call itself elsewhere (dsc/accel.h).
  */
 #define DSC_NN_CALL(name) DSC_API dsc_status dsc_nn_##name##_check(const struct dsc_nn_##name *call);
 #include "dsc/nn_calls.inc"
