@@ -119,9 +119,10 @@ class Generation:
                 del self._threads[thread]
 
     @contextmanager
-    def run(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[bool]:
+    def run(self, args: tuple, kwargs: dict[str, Any], check: Callable[[], None] | None = None) -> Iterator[bool]:
         """Context of one call of ``generate`` with these arguments. Yields whether ranks may run different numbers of
-        forwards within it. It may be nested; prompts are checked in the outermost call.
+        forwards within it. It may be nested; prompts are checked in the outermost call. check: raises for further
+        reasons of the caller.
 
         Raises StateError in training mode with gradients enabled, and for prompts that the engine refuses, before a
         gather. Ranks that would wait for a rank that has raised get a StateError; in join mode it serves them first.
@@ -131,8 +132,14 @@ class Generation:
         fetcher, group = self._fetcher(), self._group()
         joins = group is None and fetcher is not None and not fetcher.drivers.of(Lease).can_begin
         in_step = is_outermost and self.is_in_step
+
+        def check_prompts() -> None:
+            if check is not None:
+                check()
+            self._check_prompts(args, kwargs)
+
         try:
-            self._check(args, kwargs, is_outermost and (in_step or not joins))
+            self._check(check_prompts if is_outermost and (in_step or not joins) else None)
         except DeepSpeedCError as error:
             if in_step:
                 self._gather_prompts(_REFUSED)
@@ -145,7 +152,7 @@ class Generation:
         try:
             with self.running(), fetcher.drivers.of(JoinMode).running() if joins else nullcontext():
                 if joins and is_outermost:
-                    self._check_prompts(args, kwargs)
+                    check_prompts()
                 taken_s = 0.0 if group is None else group.taken_s
                 may_differ = group is not None or fetcher is None or _gathers_nothing_alone(fetcher)
                 lease_s = time.perf_counter() - began
@@ -188,7 +195,7 @@ class Generation:
         elif fetcher is not None:
             fetcher.drivers.of(Lease).refuse()
 
-    def _check(self, args: tuple, kwargs: dict[str, Any], checks_prompts: bool) -> None:
+    def _check(self, check_prompts: Callable[[], None] | None) -> None:
         self._require_ready()
         if self._module.training and torch.is_grad_enabled():
             raise StateError(
@@ -196,8 +203,8 @@ class Generation:
                 where="generate",
                 fix="call engine.eval() before and engine.train() afterwards; to generate with dropout: torch.no_grad()",
             )
-        if checks_prompts:
-            self._check_prompts(args, kwargs)
+        if check_prompts is not None:
+            check_prompts()
 
     def _end_call(self, fetcher: Fetcher | None) -> None:
         """Ends the lease with the outermost call, or leaves it until training goes on.

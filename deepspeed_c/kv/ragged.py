@@ -172,6 +172,21 @@ class RaggedCache(CacheInBlocks):
         numbers = [group.pool.add(1)[0] for group in self.groups]
         return CachedSequence(numbers, None if self._prefixes is None else self._prefixes.begin(numbers, salt))
 
+    def share(self, sequence: CachedSequence, source: CachedSequence) -> None:
+        """Gives a sequence without tokens those of ``source``. Both have the same blocks until one of them writes.
+
+        Raises StateError in a cache that finds prefixes: its index would not know the tokens.
+        """
+        if self._prefixes is not None or sequence.length:
+            raise StateError(
+                f"a sequence of {sequence.length} tokens cannot begin as another one",
+                where="cache of keys and values",
+                fix="share with a new sequence, and set enable_prefix_caching to false",
+            )
+        for group in self.groups:
+            group.pool.assign(group.numbers([sequence]), group.numbers([source]))
+        sequence.length = source.length
+
     def close(self, sequence: CachedSequence) -> None:
         """Ends a sequence. Its blocks are free."""
         if self._prefixes is not None:
