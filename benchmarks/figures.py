@@ -186,6 +186,27 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"1 GB of bf16 weights at stage 3 by `iter_full_weights`, 2 ranks, {transport}: {what}",
+            goal,
+            "full_weights",
+            {"transport": transport},
+            key,
+        )
+        for transport, what, key, goal in (
+            ("shared memory", "time over a copy of the weights", "ratio_to_copy", "<= 1.3"),
+            ("joint memory", "time over a copy of the weights", "ratio_to_copy", "<= 1.3"),
+            ("shared memory", "MB beside the shard", "peak_mb", "<= 64"),
+        )
+    ),
+    Figure(
+        "`send_weights` of a LoRA adapter: bytes sent over the adapter's",
+        "<= 1",
+        "full_weights",
+        {"transport": "adapter"},
+        "sent_over_adapter",
+    ),
+    *(
+        Figure(
             f"stage 3 step with `zero_hpz_partition_size` on one host, 2 ranks, fp32: {what}",
             goal,
             "second_shards_one_host",

@@ -268,6 +268,15 @@ BENCHMARKS = [
         args="--one-host",
     ),
     _script(
+        "full_weights",
+        "parallel",
+        f"{OURS}/full_weights.py",
+        (*ENGINE, "csrc/comm"),
+        120,
+        "--rounds 1 --width 128 --layers 2",
+        n_ranks=2,
+    ),
+    _script(
         "overlap",
         "parallel",
         f"{OURS}/overlap.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from typing_extensions import Self
@@ -14,33 +13,17 @@ from deepspeed_c.engine.parts import Parts
 from deepspeed_c.engine.weights import aliases_of, named_tensors
 from deepspeed_c.errors import ConfigError, FeatureError, StateError
 from deepspeed_c.quantity import parse_bytes
-from deepspeed_c.weights.published import Piece, TensorFacts, pieces_of
+from deepspeed_c.transfer.target import WeightEntry
+from deepspeed_c.weights.published import PublishedPiece, TensorFacts, pieces_of
 from deepspeed_c.zero.weights.fetch import Fetcher
 from deepspeed_c.zero.weights.gather_unit import GatherUnit, PlacedShard
 from deepspeed_c.zero.weights.param import state_of
 
-__all__ = ["RECEIVERS", "FullWeights", "WeightEntry"]
+__all__ = ["RECEIVERS", "FullWeights"]
 
 RECEIVERS = ("rank0", "all", "each")
 # The numbers of ``_agree``: this rank needs no further tensors, needs some, or its weights have changed.
 _DONE, _WANTS, _CHANGED = 0, 1, 2
-
-
-class WeightEntry(NamedTuple):
-    """One tensor of ``FullWeights``, known before it is gathered."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    tied_to: str | None
-    """The name under which the same tensor has come before."""
-    is_frozen: bool
-    """Whether the engine does not train it."""
-    is_adapter: bool
-
-    @property
-    def n_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
 
 
 class FullWeights(Iterator[tuple[str, torch.Tensor]]):
@@ -64,7 +47,7 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
         bytes_ahead: int | str,
         adapters: str,
         to: str,
-        is_wanted: Callable[[Piece], bool] = lambda piece: True,
+        is_wanted: Callable[[PublishedPiece], bool] = lambda piece: True,
     ) -> None:
         if to not in RECEIVERS:
             raise ConfigError(
@@ -91,13 +74,11 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
         )
         self._n_writes = 0 if fetcher is None else fetcher.n_writes
         self._held: dict[int, int] = {}  # index of a gathered unit -> the last piece that needs it
-        self._next = 0  # piece
+        self._next = self._n_started = 0  # pieces
         self._ready: deque[tuple[str, torch.Tensor]] = deque()
         self._wants, self._is_over = True, False
 
-    # -- the plan --------------------------------------------------------------------------------------------------------
-
-    def _plan(self, module: torch.nn.Module, adapters: str) -> list[Piece]:
+    def _plan(self, module: torch.nn.Module, adapters: str) -> list[PublishedPiece]:
         facts = {
             name: TensorFacts(self._parts.shape(name, tensor), tensor.dtype, tensor.requires_grad)
             for name, tensor in self._tensors.items()
@@ -126,7 +107,7 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
             ranks.append(least)
         return ranks
 
-    def _entries_of(self, piece: Piece) -> Iterator[WeightEntry]:
+    def _entries_of(self, piece: PublishedPiece) -> Iterator[WeightEntry]:
         for out, (shape, dtype) in piece.outputs.items():
             logical = self._parts.names(out) if piece.inputs == [out] else [out]
             for name in logical:
@@ -135,17 +116,15 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
                 for other in self._others_of(piece, name):
                     yield entry._replace(name=other, tied_to=name)
 
-    def _others_of(self, piece: Piece, name: str) -> list[str]:
+    def _others_of(self, piece: PublishedPiece, name: str) -> list[str]:
         """Other names of the tensor that comes as ``name``."""
         ties = piece.ties if name in piece.outputs else self._aliases
         return [other for other, first in ties.items() if first == name]
 
-    def _units_of(self, piece: Piece) -> list[GatherUnit]:
+    def _units_of(self, piece: PublishedPiece) -> list[GatherUnit]:
         states = (state_of(self._tensors[name]) for name in piece.inputs)
         units = {state.group.index: state.group for state in states if isinstance(state, PlacedShard)}
         return [units[index] for index in sorted(units)]
-
-    # -- iteration -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Self:
         return self
@@ -211,7 +190,7 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
     def _make(self, number: int) -> None:
         """Gathers the units of a piece, starts the gathers after it, and keeps the piece's tensors for the caller."""
         if self._fetcher is not None:
-            self._let_go([index for index, last in self._held.items() if last < number])
+            self._make_room(number)
             self._start_until(number)
             for unit in self._units[number]:
                 unit.finish()
@@ -227,17 +206,29 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
             self._ready.append((name, tensor))
             self._ready.extend((other, tensor) for other in self._others_of(piece, name))
 
+    def _make_room(self, number: int) -> None:
+        """Lets units go that are not needed any more. The variable of the caller's loop still refers to the piece before
+        ``number``, and memory that is referred to cannot be used for the next unit. So the units of that piece stay for
+        one piece more if there is room."""
+        self._let_go([index for index, last in self._held.items() if last < number - 1])
+        groups = self._fetcher.groups
+        wanted = self._held.keys() | {unit.index for unit in self._units[number]}
+        if sum(groups[index].source.cost.memory for index in wanted) > self._limit:
+            self._let_go([index for index, last in self._held.items() if last < number])
+
     def _start_until(self, number: int) -> None:
         """Starts the gathers of a piece, and of the following ones while they take ``bytes_ahead`` at most."""
         fetcher = self._fetcher
         n_bytes = sum(fetcher.groups[index].source.cost.memory for index in self._held)
-        for following in range(number, len(self._pieces)):
+        for following in range(self._n_started, len(self._pieces)):
             new = [unit for unit in self._units[following] if unit.index not in self._held]
             n_new = sum(unit.source.cost.memory for unit in new)
             if following > number and n_bytes + n_new > self._limit:
                 return
             n_bytes += n_new
-            fetcher.pin(new, waits=False)
+            self._n_started = following + 1
+            if new:
+                fetcher.pin(new, waits=False)
             for unit in self._units[following]:
                 self._held[unit.index] = following
 

@@ -18,7 +18,7 @@ import torch
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.zero.weights.kinds import code_layers, names_beside
 
-__all__ = ["ADAPTERS", "Named", "Piece", "TensorFacts", "pieces_of"]
+__all__ = ["ADAPTERS", "Named", "PublishedPiece", "TensorFacts", "pieces_of"]
 
 ADAPTERS = ("merged", "apart", "only")
 Named = Mapping[str, torch.Tensor]
@@ -32,7 +32,7 @@ class TensorFacts(NamedTuple):
     is_trained: bool
 
 
-class Piece(NamedTuple):
+class PublishedPiece(NamedTuple):
     """Tensors of a file, and the tensors of the state dict that they are made of."""
 
     inputs: list[str]
@@ -50,11 +50,11 @@ class Piece(NamedTuple):
 
 def pieces_of(
     module: torch.nn.Module, tensors: Mapping[str, TensorFacts], aliases: Mapping[str, str], adapters: str
-) -> list[Piece]:
+) -> list[PublishedPiece]:
     """The pieces of a model, in the order of its state dict.
 
-    tensors: the module's tensors by name, each under its first name. aliases: other names -> first names. adapters: one of ``ADAPTERS``: peft's active adapters added to the weights below them, beside the
-    weights, or without them.
+    tensors: the module's tensors by name, each under its first name. aliases: other names -> first names. adapters: one
+    of ``ADAPTERS``: peft's active adapters added to the weights below them, beside the weights, or without them.
 
     Raises ConfigError for other values of ``adapters``, FeatureError for an adapter that cannot be merged.
     """
@@ -64,7 +64,7 @@ def pieces_of(
     return found if adapters == "only" else _converted(module, found)
 
 
-def _with_ties(module: torch.nn.Module, piece: Piece, aliases: Mapping[str, str]) -> Piece:
+def _with_ties(module: torch.nn.Module, piece: PublishedPiece, aliases: Mapping[str, str]) -> PublishedPiece:
     others = [other for other, first in aliases.items() if first in piece.inputs]
     if not others or len(piece.outputs) != 1:
         return piece
@@ -76,7 +76,9 @@ def _identity(name: str, out: str) -> Callable[[Named], Named]:
     return lambda whole: {out: whole[name]}
 
 
-def _base_pieces(module: torch.nn.Module, tensors: Mapping[str, TensorFacts], adapters: str) -> Iterator[Piece]:
+def _base_pieces(
+    module: torch.nn.Module, tensors: Mapping[str, TensorFacts], adapters: str
+) -> Iterator[PublishedPiece]:
     layers = _tuner_layers(module)
     beside = set(names_beside(module, tensors))
     codes = {layer.named("weight"): layer for layer in code_layers(module)}
@@ -103,22 +105,21 @@ def _base_pieces(module: torch.nn.Module, tensors: Mapping[str, TensorFacts], ad
             yield from _merged(module, path, layers[path], inputs, tensors)
         elif name in adapter_names:
             out = adapter_names[name]
-            yield Piece([name], {out: (tensor.shape, tensor.dtype)}, is_frozen, True, _identity(name, out))
+            yield PublishedPiece([name], {out: (tensor.shape, tensor.dtype)}, is_frozen, True, _identity(name, out))
         elif adapters == "apart" and (base := _base_name(path, name)) is not None:
             yield _whole(name, plain_name(module, base), tensor, codes)
 
 
-def _whole(name: str, out: str, tensor: TensorFacts, codes: Mapping[str, Any]) -> Piece:
+def _whole(name: str, out: str, tensor: TensorFacts, codes: Mapping[str, Any]) -> PublishedPiece:
     """One tensor as it is; codes as the matrix that they stand for."""
     if name in codes:
         layer = codes[name]
         outputs = {out: (torch.Size(layer.shape), layer.dtype)}
-        return Piece([name], outputs, not tensor.is_trained, False, lambda whole: {out: layer.dense(whole[name])})
+        return PublishedPiece(
+            [name], outputs, not tensor.is_trained, False, lambda whole: {out: layer.dense(whole[name])}
+        )
     outputs = {out: (tensor.shape, tensor.dtype)}
-    return Piece([name], outputs, not tensor.is_trained, False, _identity(name, out))
-
-
-# -- adapters of peft ----------------------------------------------------------------------------------------------------------
+    return PublishedPiece([name], outputs, not tensor.is_trained, False, _identity(name, out))
 
 
 def _tuner_layers(module: torch.nn.Module) -> dict[str, Any]:
@@ -181,7 +182,7 @@ def _adapter_names(module: torch.nn.Module, tensors: Mapping[str, TensorFacts]) 
 
 def _merged(
     module: torch.nn.Module, path: str, layer: Any, inputs: Sequence[str], tensors: Mapping[str, TensorFacts]
-) -> Iterator[Piece]:
+) -> Iterator[PublishedPiece]:
     """The weights of an adapted layer with its active adapters."""
     is_frozen = not any(tensors[name].is_trained for name in inputs)
     if not hasattr(layer, "base_layer"):
@@ -195,7 +196,7 @@ def _merged(
             if name.startswith(begin):
                 out = plain_name(module, f"{path}.{name.removeprefix(begin)}")
                 outputs = {out: (tensors[name].shape, tensors[name].dtype)}
-                yield Piece([name], outputs, not tensors[name].is_trained, False, _identity(name, out))
+                yield PublishedPiece([name], outputs, not tensors[name].is_trained, False, _identity(name, out))
         return
     names = {name: base for name in inputs if (base := _base_name(path, name)) is not None}
     outs = {name: plain_name(module, base) for name, base in names.items()}
@@ -209,7 +210,7 @@ def _merged(
         found = dict(shell.get_base_layer().named_parameters()) | dict(shell.get_base_layer().named_buffers())
         return {out: found[name.removeprefix(f"{path}.base_layer.")].detach() for name, out in outs.items()}
 
-    yield Piece(list(inputs), outputs, is_frozen, False, make)
+    yield PublishedPiece(list(inputs), outputs, is_frozen, False, make)
 
 
 def _shell(module: Any, path: str, whole: Named, copied: set[str]) -> Any:
@@ -239,10 +240,7 @@ def _shell(module: Any, path: str, whole: Named, copied: set[str]) -> Any:
     return shell
 
 
-# -- conversions of transformers -----------------------------------------------------------------------------------------------
-
-
-def _converted(module: torch.nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
+def _converted(module: torch.nn.Module, pieces: Sequence[PublishedPiece]) -> list[PublishedPiece]:
     """The pieces under the names of transformers' files. Pieces whose tensors a file has together become one."""
     inner = module
     if hasattr(module, "get_base_model") and hasattr(module, "peft_config"):
@@ -255,15 +253,18 @@ def _converted(module: torch.nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     def revert(tensors: Named) -> Named:
         return loading.revert_weight_conversion(inner, dict(tensors))
 
-    def metas(of: Iterable[Piece]) -> dict[str, torch.Tensor]:
+    def metas(of: Iterable[PublishedPiece]) -> dict[str, torch.Tensor]:
         return {
             name: torch.empty(shape, dtype=dtype, device="meta")
             for piece in of
             for name, (shape, dtype) in piece.outputs.items()
         }
 
-    groups: list[list[Piece]] = []
-    group_of: dict[str, list[Piece]] = {}
+    every = metas(piece for piece in pieces if not piece.is_adapter)
+    if revert(every).keys() == every.keys():
+        return list(pieces)
+    groups: list[list[PublishedPiece]] = []
+    group_of: dict[str, list[PublishedPiece]] = {}
     for piece in pieces:
         if piece.is_adapter:
             groups.append([piece])
@@ -279,10 +280,10 @@ def _converted(module: torch.nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _joined(
-    group: Sequence[Piece],
+    group: Sequence[PublishedPiece],
     revert: Callable[[Named], Named],
-    metas: Callable[[Iterable[Piece]], dict[str, torch.Tensor]],
-) -> Piece:
+    metas: Callable[[Iterable[PublishedPiece]], dict[str, torch.Tensor]],
+) -> PublishedPiece:
     before = metas(group)
     after = before if group[0].is_adapter else revert(before)
     if len(group) == 1 and list(before) == list(after):
@@ -295,7 +296,7 @@ def _joined(
     def make(whole: Named) -> Named:
         return revert({name: value for piece in group for name, value in piece.make(whole).items()})
 
-    return Piece(
+    return PublishedPiece(
         [name for piece in group for name in piece.inputs],
         {name: (value.shape, value.dtype) for name, value in after.items()},
         all(piece.is_frozen for piece in group),
