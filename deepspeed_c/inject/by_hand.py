@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,19 @@ import torch.nn.functional as F
 
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject.cut import keep_part
-from deepspeed_c.inject.layers import LinearLayer, RowPicker
+from deepspeed_c.inject.layers import LinearLayer, RowPicker, TensorParallelLayer
 from deepspeed_c.inject.parts import cut_along, parts_of
 from deepspeed_c.inject.plan import Attention, Planned, RankPlace, RuleSet, find_attentions, match_rules
 from deepspeed_c.inject.policy import find_policy
 from deepspeed_c.inject.ranks import TensorRanks
 
-__all__ = ["EmbeddingLayer", "fused_LinearLayer", "is_autotp_training_mode", "set_autotp_mode"]
+__all__ = [
+    "EmbeddingLayer",
+    "GatherReplacedLayerParams",
+    "fused_LinearLayer",
+    "is_autotp_training_mode",
+    "set_autotp_mode",
+]
 
 
 class EmbeddingLayer(torch.nn.Module):
@@ -91,6 +97,42 @@ class fused_LinearLayer(LinearLayer):
             else:
                 keep_part(param, cut, dim)
                 self.ranks.sum_gradient(param, cut.copies, self.label)
+
+
+class GatherReplacedLayerParams:
+    """Context within which parameters of linear layers that are cut over tensor-parallel ranks are whole on each of
+    them. Values that are written to them stay. Collective over the ranks of the layers.
+
+    params: a parameter or some; those that are not cut are left alone. module: a layer, or a module with layers, that
+    has them. enabled: False makes the context do nothing. Raises ModelError for a cut parameter that belongs to no
+    linear layer of ``module``.
+    """
+
+    def __init__(
+        self, params: torch.Tensor | Iterable[torch.Tensor], module: torch.nn.Module, enabled: bool = True
+    ) -> None:
+        given = [params] if torch.is_tensor(params) else list(params)
+        cut = {id(param): param for param in given if hasattr(param, "tp_cut")} if enabled else {}
+        self._layers: list[tuple[TensorParallelLayer, list[torch.Tensor]]] = []
+        for layer in module.modules():
+            if isinstance(layer, TensorParallelLayer):
+                own = [cut.pop(id(param)) for param in layer.parameters(recurse=False) if id(param) in cut]
+                self._layers.append((layer, own))
+        if cut:
+            shapes = ", ".join(str(list(param.shape)) for param in cut.values())
+            raise ModelError(
+                f"{len(cut)} cut parameters ({shapes}) belong to no linear layer of {type(module).__name__}",
+                where="GatherReplacedLayerParams",
+                fix="pass the module that has them; engine.iter_full_weights() gives whole tensors of all layers",
+            )
+
+    def __enter__(self) -> None:
+        for layer, params in self._layers:
+            layer.gather_params(params)
+
+    def __exit__(self, *_: object) -> None:
+        for layer, params in self._layers:
+            layer._tp_partition(params)
 
 
 class _Inside(torch.nn.Module):

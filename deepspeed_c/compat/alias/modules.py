@@ -248,6 +248,7 @@ _LAYER_NAMES = {
         for name in ("LinearAllreduce", "LinearLayer", "SubParamLinearAllreduce", "SubParamLinearLayer")
     },
     "EmbeddingLayer": "deepspeed_c.inject.by_hand:EmbeddingLayer",
+    "GatherReplacedLayerParams": "deepspeed_c.inject.by_hand:GatherReplacedLayerParams",
     "set_autotp_mode": "deepspeed_c.inject.by_hand:set_autotp_mode",
 }
 _INJECTED_NAMES = {

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError, StateError
+from deepspeed_c.inject.by_hand import GatherReplacedLayerParams
 from deepspeed_c.inject.layers import (
     LinearAllreduce,
     LinearLayer,
@@ -114,6 +115,38 @@ def test_without_a_group_they_are_the_layers_themselves() -> None:
         x = torch.randn(2, 6)
         assert torch.equal(whole(x), alone(x)), name
         assert not any(hasattr(param, "tp_cut") for param in alone.parameters())
+
+
+def gather_replaced(rank: int, world: int) -> list[str]:
+    """Whole parameters within DeepSpeed's context, and edits that stay."""
+    said = []
+    for name, (whole, cut) in pairs(dist.group.WORLD).items():
+        before = {key: param.detach().clone() for key, param in whole.named_parameters()}
+        places = [param.data_ptr() for param in cut.parameters()]
+        params = list(cut.parameters())
+        with GatherReplacedLayerParams(params, cut, enabled=False):
+            assert [param.data_ptr() for param in params] == places
+        with GatherReplacedLayerParams(iter(params), cut):
+            for value, param in zip(before.values(), params, strict=True):
+                assert torch.equal(param, value), name
+                param.data.mul_(3)
+        assert [param.data_ptr() for param in params] == places
+        for value, param in zip(before.values(), params, strict=True):
+            want = value * 3
+            assert torch.equal(param, param.tp_cut.take(want) if hasattr(param, "tp_cut") else want), name
+        first = next(param for param in params if hasattr(param, "tp_cut"))
+        with GatherReplacedLayerParams(first, cut):
+            assert first.shape == first.tp_cut.logical_shape
+        with pytest.raises(ModelError) as caught:
+            GatherReplacedLayerParams(params, nn.Identity())
+        said.append(str(caught.value))
+    return said
+
+
+def test_replaced_layers_are_whole_within_a_context() -> None:
+    for world in (2, 3):
+        for said in run_ranks(world, gather_replaced):
+            assert len(said) > 2 and all("no linear layer of Identity" in text for text in said), said
 
 
 def refuse(rank: int, world: int) -> list[str]:
