@@ -97,10 +97,10 @@ def _openmp_setter() -> Callable[[int], object] | None:
 
     if not torch.backends.openmp.is_available():
         return None
-    setter = getattr(ctypes.PyDLL(None), "omp_set_num_threads", None)  # torch loads its OpenMP for the whole process
-    if setter is not None:
-        setter.argtypes, setter.restype = [ctypes.c_int], None
-    return setter
+    library = ctypes.PyDLL(None)  # torch loads its OpenMP for the whole process
+    if not hasattr(library, "omp_set_num_threads"):
+        return None
+    return ctypes.PYFUNCTYPE(None, ctypes.c_int)(("omp_set_num_threads", library))
 
 
 def number(env: Env, most: int) -> int:

@@ -76,7 +76,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("saved_tensors", "config", "logging", "comm", "ops", "_C"),
         *("zero", "recompute", "offload", "quantity", "inject"),
     },
-    "weights": {"logging", "accelerator", "checkpoint"},
+    "weights": {"logging", "accelerator", "checkpoint", "zero"},
+    "transfer": {"comm", "_C", "checkpoint", "zero", "weights"},
     "pipe": {
         "config",
         "logging",
@@ -117,13 +118,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "compile",
         "weights",
         "compression",
+        "transfer",
+        "quantity",
     },
     "compile": {"config", "logging", "_C", "script"},
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils", "inject"},
     "inference": {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
-        *("offload", "weights", "compression", "kv"),
+        *("offload", "weights", "compression", "kv", "threads"),
     },
+    "rollout": {"config", "logging", "accelerator", "ops", "kv", "engine", "moe", "inference"},
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),
         *("moe", "script", "pipe", "kv"),

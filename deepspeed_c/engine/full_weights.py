@@ -34,7 +34,7 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
     all tensors, in order, before any of them is gathered.
 
     The ranks go from piece to piece together. A rank that ends its loop early still takes part in the gathers of the
-    others, when the iterator is closed: at the end of a ``for`` loop, by an exception too, or by ``close``. If all ranks
+    others when the iterator is closed: at the end of a ``for`` loop, by an exception too, or by ``close``. If all ranks
     that get tensors have ended, the rest is not gathered.
     """
 
@@ -207,9 +207,9 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
             self._ready.extend((other, tensor) for other in self._others_of(piece, name))
 
     def _make_room(self, number: int) -> None:
-        """Lets units go that are not needed any more. The variable of the caller's loop still refers to the piece before
-        ``number``, and memory that is referred to cannot be used for the next unit. So the units of that piece stay for
-        one piece more if there is room."""
+        """Lets units go that are not needed any more. The variable of the caller's loop still refers to the piece
+        before ``number``, and memory that is referred to cannot be used for the next unit. So the units of that piece
+        stay for one piece more if there is room."""
         self._let_go([index for index, last in self._held.items() if last < number - 1])
         groups = self._fetcher.groups
         wanted = self._held.keys() | {unit.index for unit in self._units[number]}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from deepspeed_c.transfer.target import Target
-
-if TYPE_CHECKING:
-    from deepspeed_c.engine.full_weights import WeightEntry
+from deepspeed_c.transfer.target import WeightEntry, WeightsTarget
 
 __all__ = ["CallTarget"]
 
 
-class CallTarget(Target):
+class CallTarget(WeightsTarget):
     """Calls ``load(name, tensor)`` for each tensor."""
 
     def __init__(self, load: Callable[[str, torch.Tensor], Any], last: int | None) -> None:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,10 +22,7 @@ from deepspeed_c.checkpoint.formats.huggingface import parse_json, read_header
 from deepspeed_c.checkpoint.formats.ranges import read_bytes
 from deepspeed_c.checkpoint.formats.stream import TensorFileWriter
 from deepspeed_c.errors import CheckpointError, StateError
-from deepspeed_c.transfer.target import Target, unknown_names
-
-if TYPE_CHECKING:
-    from deepspeed_c.engine.full_weights import WeightEntry
+from deepspeed_c.transfer.target import WeightEntry, WeightsTarget, unknown_names
 
 __all__ = ["FolderTarget", "WeightsFolder", "checksum"]
 
@@ -124,7 +121,7 @@ class WeightsFolder:
             yield last
 
 
-class FolderTarget(Target):
+class FolderTarget(WeightsTarget):
     """Writes versions into a folder."""
 
     def __init__(self, folder: str) -> None:

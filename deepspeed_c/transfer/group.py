@@ -7,17 +7,14 @@ one broadcast a tensor, checksums, and what became of it on each receiver.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from deepspeed_c.errors import CommError
 from deepspeed_c.transfer.folder import checksum
-from deepspeed_c.transfer.target import Target, unknown_names
-
-if TYPE_CHECKING:
-    from deepspeed_c.engine.full_weights import WeightEntry
+from deepspeed_c.transfer.target import WeightEntry, WeightsTarget, unknown_names
 
 __all__ = ["GroupTarget", "receive_weights"]
 
@@ -33,7 +30,7 @@ def _problem_of(found: Sequence[Any]) -> str:
     return "; ".join(said)
 
 
-class GroupTarget(Target):
+class GroupTarget(WeightsTarget):
     """Sends to the other ranks of ``group``."""
 
     def __init__(self, group: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,13 +14,10 @@ from deepspeed_c.errors import CommError, ConfigError
 from deepspeed_c.transfer.call import CallTarget
 from deepspeed_c.transfer.folder import FolderTarget
 from deepspeed_c.transfer.group import GroupTarget
-from deepspeed_c.transfer.target import SentWeights, Target, check_version
+from deepspeed_c.transfer.target import SentWeights, WeightsTarget, WholeWeights, check_version
+from deepspeed_c.weights.published import PublishedPiece
 from deepspeed_c.zero.weights.fingerprint import fingerprint_of
 from deepspeed_c.zero.weights.param import state_of
-
-if TYPE_CHECKING:
-    from deepspeed_c.engine.full_weights import FullWeights
-    from deepspeed_c.weights.published import Piece
 
 __all__ = ["WeightSender"]
 
@@ -53,7 +50,7 @@ class WeightSender:
     def send(
         self,
         target: Any,
-        make: Callable[[Callable[[Piece], bool]], FullWeights],
+        make: Callable[[Callable[[PublishedPiece], bool]], WholeWeights],
         tensors: Mapping[str, torch.Tensor],
         *,
         version: int | None,
@@ -84,10 +81,12 @@ class WeightSender:
         n_bytes = sum(entry.n_bytes for entry in weights.entries if entry.tied_to is None)
         return SentWeights(plan.version, len(weights.entries), n_bytes, plan.is_delta)
 
-    def _plan(self, target: Any, version: int | None, adapters: str, changed_only: bool) -> tuple[_Plan, Target | None]:
+    def _plan(
+        self, target: Any, version: int | None, adapters: str, changed_only: bool
+    ) -> tuple[_Plan, WeightsTarget | None]:
         """Returns (the decisions of rank 0, its target; None on other ranks). Raises rank 0's error on all ranks."""
         said: _Plan | Exception | None = None
-        place: Target | None = None
+        place: WeightsTarget | None = None
         if self._comm.rank == 0:
             try:
                 number = self._number_of(target)
@@ -122,7 +121,7 @@ def _mark(tensor: torch.Tensor) -> tuple[int, ...]:
     return fingerprint_of(tensor.detach() if state is None else state.piece)
 
 
-def _place_of(target: Any, last: int | None) -> Target:
+def _place_of(target: Any, last: int | None) -> WeightsTarget:
     if isinstance(target, str | os.PathLike):
         return FolderTarget(os.fspath(target))
     if isinstance(target, dist.ProcessGroup):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from deepspeed_c.errors import StateError
 
-if TYPE_CHECKING:
-    from deepspeed_c.engine.full_weights import WeightEntry
-
-__all__ = ["SentWeights", "Target", "check_version", "unknown_names"]
+__all__ = ["SentWeights", "WeightEntry", "WeightsTarget", "WholeWeights", "check_version", "unknown_names"]
 
 NAMES_SHOWN = 3
 
@@ -29,7 +26,34 @@ class SentWeights(NamedTuple):
     """Whether only tensors were sent that have changed since the version before."""
 
 
-class Target(ABC):
+class WeightEntry(NamedTuple):
+    """One tensor of whole weights, known before it is gathered."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    tied_to: str | None
+    """The name under which the same tensor has come before."""
+    is_frozen: bool
+    """Whether the engine does not train it."""
+    is_adapter: bool
+
+    @property
+    def n_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+class WholeWeights(Protocol):
+    """(name, whole tensor) of each weight, on all ranks or on some, as ``engine.iter_full_weights`` returns them."""
+
+    entries: Sequence[WeightEntry]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def close(self) -> None: ...
+
+
+class WeightsTarget(ABC):
     """A place that takes weights, on rank 0 of the sender."""
 
     @abstractmethod

@@ -138,7 +138,7 @@ def test_one_torch_thread_is_for_the_body_and_the_calling_thread_alone(three_tor
     with one_torch_thread():
         assert torch.get_num_threads() == 1
         other.start()
-        other.join()
+        other.join(60)
         with one_torch_thread():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1

@@ -4,13 +4,13 @@
 ``layer_NN-model_MM-model_states.pt`` for tensor-parallel rank MM. The file holds the layer's own state dict ("weight",
 not "3.weight"), and ``module`` of the model file is None (``PipelineModule.save_state_dict``). A layer that is a plain
 function has no file, and neither has a tied layer with a ``forward_fn``, which is a function to DeepSpeed. All other
-layers of a key have equal files. If each layer of a key has a ``forward_fn``, DeepSpeed saves the key's weights nowhere;
-here they are in the file of the first, which DeepSpeed does not look for.
+layers of a key have equal files. If each layer of a key has a ``forward_fn``, DeepSpeed saves the key's weights
+nowhere; here they are in the file of the first, which DeepSpeed does not look for.
 
 DeepSpeed runs pipelines at stages 0 and 1 only. The files of stages 2 and 3 are those of a model without a pipeline. So
-are those of a model with experts, whose names have a form of their own. The layers' files have no account of ties: it is
-in the model file's ``universal_checkpoint_info``, as "pipeline_layers". Without it, as in files of DeepSpeed itself, ties
-are found by the names in ``param_shapes``.
+are those of a model with experts, whose names have a form of their own. The layers' files have no account of ties: the
+model file's ``universal_checkpoint_info`` has it, as "pipeline_layers". Without it, as in files of DeepSpeed itself,
+ties are found by the names in ``param_shapes``.
 
 Names and contents are those of DeepSpeed 0.19.6 as documented. No test here runs DeepSpeed's pipeline engine on them.
 """

@@ -21,8 +21,8 @@ its files.
 * Stage 0: ``expp_rank_R_mp_rank_00_optim_states.pt`` has the optimizer of the R-th rank of those that hold the experts
   together.
 
-A pipeline's weights are in files of its layers: see [Note: files of layers]. Files that several pipeline stages wrote are
-not read.
+A pipeline's weights are in files of its layers: see [Note: files of layers]. Files that several pipeline stages wrote
+are not read.
 """
 
 from __future__ import annotations

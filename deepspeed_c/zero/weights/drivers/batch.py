@@ -55,8 +55,8 @@ def first_order(kind: int, units: Sequence[int]) -> list[int]:
 
 
 class _Table:
-    """The plan of batches with equal tables. ``orders``: the same on all ranks that gather from each other. guessed: the
-    computations whose orders no rank has found."""
+    """The plan of batches with equal tables. ``orders``: the same on all ranks that gather from each other. guessed:
+    the computations whose orders no rank has found."""
 
     def __init__(
         self, run: PlanRun, computations: Sequence[Computation], orders: Orders, guessed: set[Computation]
