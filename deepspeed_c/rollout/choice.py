@@ -10,7 +10,7 @@ import torch
 from deepspeed_c.ops import sample
 from deepspeed_c.rollout.base import SamplingConfig
 
-__all__ = ["Choice", "log_probs_of"]
+__all__ = ["SeededChoice", "log_probs_of"]
 
 
 def log_probs_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -18,7 +18,7 @@ def log_probs_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return torch.log_softmax(logits.float() if temperature <= 0 else logits.float() / temperature, -1)
 
 
-class Choice:
+class SeededChoice:
     """Draws tokens of samples.
 
     seeds: int64 [samples], from 0 to 2^62 - 1.

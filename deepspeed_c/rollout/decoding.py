@@ -22,7 +22,7 @@ from deepspeed_c.inference.v2 import InferenceEngineV2, RaggedInferenceEngineCon
 from deepspeed_c.kv.group import blocks_of
 from deepspeed_c.ops.kv import BLOCK_TOKENS
 
-__all__ = ["ForkingEngine", "Limits", "Policy", "Rows"]
+__all__ = ["ForkingEngine", "Limits", "ModelOfRollout", "Rows"]
 
 # New tokens of a forward: enough for products at full speed.
 _MOST_TOKENS = 2048
@@ -31,7 +31,7 @@ _MOST_TOKENS = 2048
 Choose = Callable[[torch.Tensor, Sequence[int], Sequence[int]], tuple[list[int], list[float]]]
 
 
-class Policy(Protocol):
+class ModelOfRollout(Protocol):
     """The model of a training engine, as the ragged engine calls it."""
 
     module: torch.nn.Module
@@ -85,7 +85,9 @@ class ForkingEngine(InferenceEngineV2):
     Raises StateError where the memory has no room for one prompt with one response, and as its base.
     """
 
-    def __init__(self, policy: Policy, limits: Limits, deterministic: bool, block_bytes: int | None = None) -> None:
+    def __init__(
+        self, policy: ModelOfRollout, limits: Limits, deterministic: bool, block_bytes: int | None = None
+    ) -> None:
         self.block_bytes = block_bytes or 0
         self._is_tried, self._limits = block_bytes is not None, limits
         n_sequences = limits.most_rows + len(limits.lengths)

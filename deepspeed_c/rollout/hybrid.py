@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,8 @@ from deepspeed_c.engine.prompts import has_encoder
 from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import FeatureError, ModelError, StateError
 from deepspeed_c.inference.limits import positions_of
+from deepspeed_c.logging import log_dist
+from deepspeed_c.rollout import own
 from deepspeed_c.rollout.base import (
     RolloutBatch,
     RolloutEngine,
@@ -25,8 +27,9 @@ from deepspeed_c.rollout.base import (
     joined,
     special_tokens,
 )
-from deepspeed_c.rollout.choice import Choice
+from deepspeed_c.rollout.choice import SeededChoice
 from deepspeed_c.rollout.decoding import ForkingEngine, Limits, Rows
+from deepspeed_c.rollout.routes import RolloutRoutes
 
 __all__ = ["HybridEngineRollout", "HybridEngineRolloutConfig", "TrainedPolicy", "evaluation"]
 
@@ -50,13 +53,28 @@ class HybridEngineRolloutConfig:
     """A token's probability has the same bits in any company (docs/concepts/inference.md)."""
 
 
+class NotBehindOneAnother(FeatureError):
+    """The tokens of a model cannot lie behind one another in a forward."""
+
+
+class _Written(NamedTuple):
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    n_prompt_tokens: int
+    """Tokens of prompts that were computed, as far as is known."""
+    routes: RolloutRoutes | None
+
+
 class TrainedPolicy:
-    """The model of a training engine, as the ragged engine calls it."""
+    """The model of a training engine, as the ragged engine calls it.
+
+    If peft has put adapters into layers, ``module`` is the model with these layers; forwards run the engine's module.
+    """
 
     multiplies_by_core = False
 
     def __init__(self, engine: WholeModel) -> None:
-        self._engine, self.module, self.device = engine, engine.module, engine.device
+        self._engine, self.module, self.device = engine, _without_adapters(engine.module), engine.device
 
     def __call__(self, **inputs: Any) -> Any:
         return self._engine._run((), inputs)
@@ -81,25 +99,24 @@ class HybridEngineRollout(RolloutEngine):
 
     def __init__(self, engine: Any, tokenizer: Any, cfg: Any = None) -> None:
         module = getattr(engine, "module", None)
-        if not isinstance(engine, WholeModel) or not generates(module) or has_encoder(module):
+        if not isinstance(engine, WholeModel) or not generates(_without_adapters(module)) or has_encoder(module):
             raise ModelError(
                 f"{type(engine).__name__} of {type(module).__name__} does not continue prompts",
                 where="HybridEngineRollout",
                 fix="pass an engine of initialize around a decoder of transformers",
             )
-        generation = engine._generation
-        if generation.group is not None or generation.is_in_step:
+        if engine._generation.group is not None:
             raise FeatureError(
-                "rollouts run rows of each rank alone, and in this engine ranks generate together",
+                "rollouts draw tokens of each rank alone, and in this engine ranks generate together",
                 where="HybridEngineRollout",
-                fix="set hybrid_engine.inference_tp_size and expert_parallel.autoep_size to 1, or call engine.generate",
+                fix="set hybrid_engine.inference_tp_size to 1, or call engine.generate",
             )
         self.engine, self.tokenizer = engine, tokenizer
         self._pad, self._ends = special_tokens(tokenizer)
-        own = HybridEngineRolloutConfig()
-        names = vars(own)
-        self.cfg = HybridEngineRolloutConfig(**{name: getattr(cfg, name, names[name]) for name in names})
+        defaults = vars(HybridEngineRolloutConfig())
+        self.cfg = HybridEngineRolloutConfig(**{name: getattr(cfg, name, value) for name, value in defaults.items()})
         self._block_bytes: int | None = None
+        self._is_fit = True  # for the ragged engine, as far as is known
         self._profile: dict[str, float] | None = None
 
     @torch.no_grad()
@@ -117,20 +134,21 @@ class HybridEngineRollout(RolloutEngine):
         generator with ``seed``, else from torch's: the same seeds and weights give the same tokens, in any company.
 
         Ranks may have different numbers of prompts, also none, and of tokens. Collective as ``engine.generate`` is.
-        Raises, before a collective, StateError for prompts and ConfigError for sampling that cannot be; a rank that
-        would wait for such a rank gets a StateError. FeatureError for a model whose tokens cannot lie behind one another.
+        Raises, before a collective, StateError for wrong prompts and ConfigError for wrong sampling; a rank that would
+        wait for such a rank gets a StateError. Raises FeatureError for ``deterministic`` with a model that cannot.
         """
         began = time.perf_counter()
         with evaluation(self.engine), self._running(request, sampling):
             n_samples = len(request.prompt_ids) * sampling.n_samples_per_prompt
-            choose = Choice(sampling, self._seeds(n_samples, seed, generator))
+            choose = SeededChoice(sampling, self._seeds(n_samples, seed, generator))
             run_from = time.perf_counter()
-            rows = self._write(request, sampling, choose) if n_samples else None
+            found = self._write(request, sampling, choose) if n_samples else _Written([], [], 0, None)
             run_to = time.perf_counter()
-        tokens, log_probs = ([], []) if rows is None else (rows.tokens, rows.log_probs)
-        batch = joined(request, tokens, log_probs, self._pad, sampling.n_samples_per_prompt)
+        batch = joined(request, found.tokens, found.log_probs, self._pad, sampling.n_samples_per_prompt)
+        if found.routes is not None:
+            batch.routed_experts = found.routes.joined(batch.attention_mask, request.prompt_ids.shape[1])
         if self.cfg.enable_profiling:
-            n_prompt_tokens = 0 if rows is None else rows.n_prompt_tokens
+            n_prompt_tokens = found.n_prompt_tokens
             self._note(request, sampling, batch, n_prompt_tokens, (began, run_from, run_to, time.perf_counter()))
         return batch
 
@@ -164,7 +182,7 @@ class HybridEngineRollout(RolloutEngine):
             )
 
     def _seeds(self, n: int, seed: int | None, generator: torch.Generator | None) -> torch.Tensor:
-        """The seed of each sample. Tensor-parallel ranks take the seeds of their first rank, so they draw the same tokens."""
+        """The seed of each sample. Tensor-parallel ranks take them from their first rank."""
         if generator is None and seed is not None:
             generator = torch.Generator().manual_seed(seed)
         seeds = torch.randint(0, _MOST_SEED, (n,), generator=generator)
@@ -173,7 +191,24 @@ class HybridEngineRollout(RolloutEngine):
             seeds = ranks.gather_objects(seeds, label="seeds")[0]
         return seeds
 
-    def _write(self, request: RolloutRequest, sampling: SamplingConfig, choose: Choice) -> Rows:
+    def _write(self, request: RolloutRequest, sampling: SamplingConfig, choose: SeededChoice) -> _Written:
+        n_ways = sampling.n_samples_per_prompt
+        routes = RolloutRoutes(len(request.prompt_ids) * n_ways, n_ways)
+        with routes.recording(self.engine.module):
+            if self._is_fit and _fits(self.engine):
+                try:
+                    rows = self._run_rows(request, sampling, choose, routes)
+                    return _Written(rows.tokens, rows.log_probs, rows.n_prompt_tokens, routes)
+                except NotBehindOneAnother as error:
+                    self._is_fit = False
+                    log_dist(f"rollouts run by transformers' generate: {error.what}", ranks=[0])
+            tokens, log_probs = own.write(self.engine.module, request, sampling, choose, self._pad, self._ends)
+            routes.note_batches(request.prompt_ids.shape[1])
+        return _Written(tokens, log_probs, request.prompt_ids.numel(), routes)
+
+    def _run_rows(
+        self, request: RolloutRequest, sampling: SamplingConfig, choose: SeededChoice, routes: RolloutRoutes
+    ) -> Rows:
         prompts = [
             ids[is_token] for ids, is_token in zip(request.prompt_ids.cpu(), request.prompt_attention_mask.cpu() != 0)
         ]
@@ -183,11 +218,15 @@ class HybridEngineRollout(RolloutEngine):
             sampling.max_new_tokens,
             self.cfg.max_rows,
         )
-        policy = TrainedPolicy(self.engine)
-        engine = ForkingEngine(policy, limits, self.cfg.deterministic, self._block_bytes)
+        try:
+            engine = ForkingEngine(TrainedPolicy(self.engine), limits, self.cfg.deterministic, self._block_bytes)
+        except FeatureError as error:
+            if self.cfg.deterministic:
+                raise
+            raise NotBehindOneAnother(error.what, where=error.where, fix=error.fix) from error
         try:
             self._block_bytes = engine.block_bytes
-            rows = Rows(engine, prompts, limits, choose, self._ends)
+            rows = Rows(engine, prompts, limits, choose, self._ends, routes.note)
             rows.run()
         finally:
             engine.destroy()
@@ -217,6 +256,24 @@ class HybridEngineRollout(RolloutEngine):
             "prompt_length": n_prompt,
             "response_length": batch.seq_len - n_prompt,
         }
+
+
+def _without_adapters(module: torch.nn.Module) -> torch.nn.Module:
+    """The model around the layers that have adapters of peft; the module itself without adapters in layers."""
+    configs = getattr(module, "peft_config", {}).values()
+    is_inner = configs and not any(config.is_prompt_learning for config in configs)
+    return module.get_base_model() if is_inner and hasattr(module, "get_base_model") else module
+
+
+def _fits(engine: Any) -> bool:
+    """Whether the ragged engine may run the model of this engine."""
+    weights = [param for param in engine.module.parameters() if param.is_floating_point()]
+    return (
+        not engine._generation.is_in_step
+        and engine.device.type == "cpu"
+        and weights[0].dtype in _DTYPES
+        and not any(module._compiled_call_impl is not None for module in engine.module.modules())
+    )
 
 
 @contextmanager

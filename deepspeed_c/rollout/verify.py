@@ -1,4 +1,4 @@
-"""The same probability twice: a rollout's tokens, one after the other with cached keys, against one forward of training.
+"""The same probability twice: a rollout's tokens, one by one with cached keys, against one forward of training.
 
 ```
  generating path   prompt | token | token | ...   keys and values in blocks       \\
@@ -46,8 +46,8 @@ class Difference(NamedTuple):
     n_tokens: int
     """Tokens of responses."""
     first_module: str | None
-    """The first module, in the order of the forward, whose outputs differ for the row with the largest difference. None:
-    no output differs."""
+    """The first module of the forward with other outputs, for the row with the largest difference. None: no output
+    differs."""
     first_difference: float
     """Of that module's outputs, the largest."""
 
@@ -159,7 +159,7 @@ def _generate(
     deterministic: bool,
     block_bytes: int | None = None,
 ) -> tuple[list[torch.Tensor], int]:
-    """(the logits of each token of the responses by the generating path, [tokens, words] a row; the bytes of a block)."""
+    """(logits [tokens, words] of each row's response by the generating path, the bytes of a block)."""
     n_prompts = [len(text) - n for text, n in zip(texts, n_new, strict=True)]
     limits = Limits(n_prompts, 1, max(n_new), None)
     limits.most_tokens = max(limits.most_tokens, sum(n_prompts))

@@ -1,5 +1,5 @@
-"""Rollouts by the model in training: greedy responses equal transformers', log-probabilities equal a plain forward's,
-whatever rows run together; ranks with different numbers of prompts and tokens do not wait for one another."""
+"""Rollouts by the model in training: greedy responses equal transformers', log-probabilities equal a plain forward's, in
+any company; ranks with different numbers of prompts and tokens do not wait for one another."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def responses(batch: RolloutBatch) -> list[list[int]]:
 
 
 def log_probs_alone(model: Any, batch: RolloutBatch, row: int, temperature: float = 1.0) -> torch.Tensor:
-    """Of a row's response, float64, by a forward without cache and without padding."""
+    """A row's log-probabilities, float64, by a forward without cache and padding."""
     tokens = batch.input_ids[row][batch.attention_mask[row] == 1]
     n_new = len(responses(batch)[row])
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""Rollouts by a server: a stand-in for OpenAI's completions answers with numbers of tokens, with tokens as text, with text
-alone, with mistakes, or not at all."""
+"""Rollouts by a server: a stand-in for OpenAI's completions answers with numbers of tokens, with text alone, with
+mistakes, or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same probability twice: the generating path against a forward of training, and the module of the first difference."""
+"""The same probability twice: the generating path against a forward of training, and the first module that differs."""
 
 from __future__ import annotations
 
