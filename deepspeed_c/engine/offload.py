@@ -127,6 +127,12 @@ class OffloadedStates:
     def kinds(self) -> set[OffloadStateTypeEnum]:
         return set(self._away)
 
+    def n_bytes(self, device: str) -> int:
+        """Bytes that ``offload`` of all kinds to ``device`` moves out of memory, with those that are out already."""
+        found = self._find(list(OffloadStateTypeEnum), getattr(device, "value", device))
+        in_memory = sum(storage.nbytes() for storages in found.values() for storage, _ in storages)
+        return in_memory + sum(moved.n_bytes for of_kind in self._away.values() for moved in of_kind)
+
     def offload(
         self, include: Container[OffloadStateTypeEnum] | None, device: str, pin_memory: bool, non_blocking: bool
     ) -> None:

@@ -513,9 +513,9 @@ class TrainingHost(Reductions, ModelHost):
         state of a frozen parameter (in this rank's memory) until it is trained again; otherwise drop them. A parameter
         that was never trained joins the first group (with Muon, the group for its shape).
 
-        In a pipeline ``names`` are those of all stages. Raises ModelError for names that do not fit. At ZeRO stage 3 of a
-        pipeline raises ConfigError on all ranks if a new gather unit is above ``stage3_max_live_parameters``; the same
-        parameters as before are trained then.
+        In a pipeline ``names`` are those of all stages. Raises ModelError for names that do not fit. At ZeRO stage 3 of
+        a pipeline raises ConfigError on all ranks if a new gather unit is above ``stage3_max_live_parameters``; the
+        same parameters as before are trained then.
         """
         optimizer = self._require_optimizer("set_trainable")
         self._require_window_start("set_trainable")
@@ -582,6 +582,21 @@ class TrainingHost(Reductions, ModelHost):
             self._fetcher.driver.abort()
             self._fetcher.begin_writes()
         self._offloaded.offload(include, device, pin_memory, non_blocking)
+
+    def movable_bytes(self, device: OffloadDeviceEnum = OffloadDeviceEnum.cpu) -> int:
+        """Bytes of this rank's memory that ``offload_states`` of all kinds frees, whether they are moved or not."""
+        self._require_open()
+        return self._offloaded.n_bytes(device)
+
+    @property
+    def lease_bytes(self) -> int:
+        """Bytes of this rank's memory that all sharded weights take while they are whole, as in a generation: at most
+        ``stage3_max_live_parameters`` elements."""
+        fetcher = self._fetcher
+        if fetcher is None:
+            return 0
+        itemsize = max((group.unit.dtype.itemsize for group in fetcher.groups), default=0)
+        return min(fetcher.whole_bytes, fetcher.limits.max_live * itemsize)
 
     @property
     def kinds_away(self) -> set[OffloadStateTypeEnum]:

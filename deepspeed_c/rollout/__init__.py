@@ -9,12 +9,14 @@ from deepspeed_c.rollout.base import RolloutBatch, RolloutConfig, RolloutEngine,
 from deepspeed_c.rollout.hybrid import HybridEngineRollout, HybridEngineRolloutConfig
 from deepspeed_c.rollout.openai import OpenAIRollout, OpenAIRolloutConfig
 from deepspeed_c.rollout.registry import build_rollout, register_rollout
+from deepspeed_c.rollout.turns import MemoryTurns, TurnCost
 from deepspeed_c.rollout.verify import Difference, verify_rollout
 
 __all__ = [
     "Difference",
     "HybridEngineRollout",
     "HybridEngineRolloutConfig",
+    "MemoryTurns",
     "OpenAIRollout",
     "OpenAIRolloutConfig",
     "RolloutBatch",
@@ -22,6 +24,7 @@ __all__ = [
     "RolloutEngine",
     "RolloutRequest",
     "SamplingConfig",
+    "TurnCost",
     "build_rollout",
     "register_rollout",
     "verify_rollout",
