@@ -64,6 +64,10 @@ hf: $(HF) ## the same text with transformers.Trainer: train at stage 2, resume, 
 rl: $(HF) ## an actor that trains and generates in turn: policy optimization of a small OPT at stage 3
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/ppo_tiny.py --stage $(or $(STAGE),3)
 
+.PHONY: opd
+opd: $(HF) ## a small Llama that learns from its teacher on text that it writes itself (on-policy distillation) at stage 3
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/opd_tiny.py --stage $(or $(STAGE),3)
+
 .PHONY: qlora
 qlora: $(QLORA) ## adapters beside a frozen Llama in 4 bits at stage 3: loss, and the bytes that a rank keeps
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/qlora.py $(QLORA_FLAGS)

@@ -180,7 +180,7 @@ def test_infinite_and_missing_numbers():
         loss, gradient = with_gradient(lambda x, t=b: generalized_jsd_loss(x, t), a)
         assert abs(loss.item() - math.log(2) / 2) < 1e-6 and gradient.isfinite().all(), (loss, gradient)
         assert generalized_jsd_loss(a, b, beta=0).isinf() and generalized_jsd_loss(a, b, beta=1).isinf()
-        # What only the teacher cannot say costs nothing in the forward direction.
+        # The forward KL is finite where only the teacher lacks a token.
         assert generalized_jsd_loss(torch.zeros(1, 3, dtype=kind), a, beta=0).item() == pytest.approx(math.log(1.5))
         # A NaN stays, so that a loss scaler sees it.
         broken = a.clone()
