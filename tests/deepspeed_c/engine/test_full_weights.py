@@ -111,12 +111,13 @@ CELLS = [
     *[(kind, 3, OFFLOAD, {}) for kind in ("plain", "lora")],
     *[(kind, stage, {}, {"tensor_parallel": {"autotp_size": 2}}) for kind in ("plain", "tied") for stage in (0, 3)],
     ("plain", 3, {}, {"bf16": {"enabled": True}}),
+    *[("mixtral", stage, {}, {"expert_parallel": {"enabled": True, "autoep_size": 3}}) for stage in (0, 3)],
 ]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join([cell[0], str(cell[1]), *cell[2], *cell[3]]))
 def test_weights_are_those_of_the_libraries_in_one_process(cell):
-    n_ranks = 4 if "tensor_parallel" in cell[3] and cell[1] else 2
+    n_ranks = 3 if "expert_parallel" in cell[3] else 4 if "tensor_parallel" in cell[3] and cell[1] else 2
     losses = run_ranks(n_ranks, whole_body, *cell)
     assert all(map(math.isfinite, losses)), losses
 
