@@ -74,7 +74,7 @@ def server(how: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     finally:
         released.set()
         found.shutdown()
-        thread.join()
+        thread.join(20)
         found.server_close()
 
 
