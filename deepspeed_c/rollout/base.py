@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,9 +186,11 @@ def joined(
     logprobs: list[list[float]] | None,
     pad: int,
     n_samples: int,
-    routed_experts: Mapping[str, torch.Tensor] | None = None,
+    experts_of: Callable[[torch.Tensor, int], dict[str, torch.Tensor] | None] | None = None,
 ) -> RolloutBatch:
-    """The batch of the responses to a request, ``n_samples`` neighbours for each prompt."""
+    """The batch of the responses to a request, ``n_samples`` neighbours for each prompt.
+
+    experts_of: returns ``routed_experts`` for the batch's mask and the number of places of prompts."""
     prompts = request.prompt_ids.repeat_interleave(n_samples, 0)
     mask = (request.prompt_attention_mask != 0).long().repeat_interleave(n_samples, 0)
     n_columns, device = max(map(len, responses), default=0), prompts.device
@@ -199,12 +201,13 @@ def joined(
         is_token[row, : len(response)] = 1
         if logprobs is not None:
             numbers[row, : len(response)] = torch.tensor(logprobs[row])
+    whole_mask = torch.cat([mask, is_token.to(device)], 1)
     return RolloutBatch(
         torch.cat([prompts, tokens.to(device)], 1),
-        torch.cat([mask, is_token.to(device)], 1),
+        whole_mask,
         torch.full((len(responses),), prompts.shape[1], dtype=torch.int64, device=device),
         None if logprobs is None else numbers.to(device),
-        None if routed_experts is None else dict(routed_experts),
+        None if experts_of is None else experts_of(whole_mask, prompts.shape[1]),
     )
 
 

@@ -47,13 +47,15 @@ class Limits:
     """The sizes of a call.
 
     lengths: tokens of each prompt. n_samples: of a prompt. n_new: the most tokens of a response. most_rows: rows that
-    run at a time; None: as many as there is memory for.
+    run at a time; None: as many as there is memory for. least_tokens: room for new tokens in a forward.
     """
 
-    def __init__(self, lengths: Sequence[int], n_samples: int, n_new: int, most_rows: int | None) -> None:
+    def __init__(
+        self, lengths: Sequence[int], n_samples: int, n_new: int, most_rows: int | None, least_tokens: int = 0
+    ) -> None:
         self.lengths, self.n_samples, self.n_new = lengths, n_samples, n_new
         self.most_rows = min(len(lengths) * n_samples, most_rows or len(lengths) * n_samples)
-        self.most_tokens = max(_MOST_TOKENS, 2 * self.most_rows)
+        self.most_tokens = max(_MOST_TOKENS, 2 * self.most_rows, least_tokens)
 
     def blocks_of_prompt(self, prompt: int) -> int:
         return blocks_of(self.lengths[prompt])

@@ -144,9 +144,8 @@ class HybridEngineRollout(RolloutEngine):
             run_from = time.perf_counter()
             found = self._write(request, sampling, choose) if n_samples else _Written([], [], 0, None)
             run_to = time.perf_counter()
-        batch = joined(request, found.tokens, found.log_probs, self._pad, sampling.n_samples_per_prompt)
-        if found.routes is not None:
-            batch.routed_experts = found.routes.joined(batch.attention_mask, request.prompt_ids.shape[1])
+        experts_of = None if found.routes is None else found.routes.joined
+        batch = joined(request, found.tokens, found.log_probs, self._pad, sampling.n_samples_per_prompt, experts_of)
         if self.cfg.enable_profiling:
             n_prompt_tokens = found.n_prompt_tokens
             self._note(request, sampling, batch, n_prompt_tokens, (began, run_from, run_to, time.perf_counter()))

@@ -161,8 +161,7 @@ def _generate(
 ) -> tuple[list[torch.Tensor], int]:
     """(logits [tokens, words] of each row's response by the generating path, the bytes of a block)."""
     n_prompts = [len(text) - n for text, n in zip(texts, n_new, strict=True)]
-    limits = Limits(n_prompts, 1, max(n_new), None)
-    limits.most_tokens = max(limits.most_tokens, sum(n_prompts))
+    limits = Limits(n_prompts, 1, max(n_new), None, least_tokens=sum(n_prompts))
     own = ForkingEngine(TrainedPolicy(engine), limits, deterministic, block_bytes)
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     try:
