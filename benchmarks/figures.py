@@ -847,6 +847,13 @@ FIGURES = [
         )
     ),
     *(
+        Figure(f"rollout of a 100M Llama in bf16, a prompt of 512 tokens: {what}", goal, "rollout", {"samples": 8}, key)
+        for what, goal, key in (
+            ("eight samples of one token over one sample", "<= 1.15", "eight_over_one"),
+            ("eight samples of 64 tokens over the model's own `generate`", "<= 1", "ratio_to_own"),
+        )
+    ),
+    *(
         Figure(
             f"`generate` of a 100M Llama between training steps, 2 ranks, 8 prompts each: {what}",
             goal,

@@ -426,6 +426,14 @@ BENCHMARKS = [
         "--rounds 1 --layers 1 --width 192 --prompt 16",
     ),
     _script(
+        "rollout",
+        "inference",
+        "benchmarks/hf/rollout.py",
+        ENGINE,
+        240,
+        "--rounds 1 --layers 1 --width 64 --prompt 16 --new 2",
+    ),
+    _script(
         "ppo_step",
         "inference",
         "benchmarks/hf/ppo_step.py",

@@ -51,8 +51,8 @@ def generalized_jsd_loss(
         top_k: the distributions are those over the teacher's k most probable tokens alone. Both teacher and student are
             renormalized over them, so the loss does not see how much the student puts on other tokens. A number
             above the vocabulary's size takes all.
-        teacher_indices: integers [..., k], different token ids, where a teacher has sent only its k largest logits. As with
-            ``top_k``, both distributions are renormalized over these ids.
+        teacher_indices: integers [..., k], different token ids, where a teacher has sent only its k largest logits. As
+            with ``top_k``, both distributions are renormalized over these ids.
         chunk: rows that torch computes at a time, in float64 and on devices without a kernel.
 
     Returns a scalar (or [...] for "none") in float32, float64 for a student of float64. On the host nothing of the

@@ -24,6 +24,8 @@ KEPT = {
     "gumbel_rsample": "programs for DeepSpeed draw noise for gates of their own with it",
     "_SeqAllToAll": "programs for DeepSpeed exchange tensors of their own with it",
     "dsc_pipe_parse": "tests and fuzz targets write tables with it, as dsc_pipe_format does for people",
+    "register_rollout": "programs with an engine of their own for rollouts call it",
+    "MemoryTurns": "reinforcement learners with several engines use it",
     "WeightsFolder": "receivers of weights, which are other programs, read a folder with it",
     "receive_weights": "receivers of weights, which are other programs, take them from a process group with it",
     "q8_dequantize": "ops/reference.py says what an operator computes, for tests to compare with",

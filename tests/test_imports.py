@@ -127,7 +127,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
         *("offload", "weights", "compression", "kv", "threads"),
     },
-    "rollout": {"config", "logging", "accelerator", "ops", "kv", "engine", "moe", "inference"},
+    "rollout": {"config", "logging", "quantity", "accelerator", "ops", "kv", "engine", "moe", "inference"},
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),
         *("moe", "script", "pipe", "kv"),

@@ -12,7 +12,7 @@ import torch
 from deepspeed_c.env import Env
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.threads import fair_part, number, one_torch_thread, quota
-from tests import fresh
+from tests import fresh, waits
 
 
 def put(root, path: str, text: str) -> None:
@@ -138,7 +138,7 @@ def test_one_torch_thread_is_for_the_body_and_the_calling_thread_alone(three_tor
     with one_torch_thread():
         assert torch.get_num_threads() == 1
         other.start()
-        other.join(60)
+        waits.joined(other)
         with one_torch_thread():
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1

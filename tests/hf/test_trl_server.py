@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
+from tests import waits
 from tests.hf.stack import ds_config, forget, llama, numbers, on_ranks
 from tests.hf.test_trl import rows, settings, tokenizer
 
@@ -59,7 +60,7 @@ class StandIn:
     def close(self):
         self.http.shutdown()
         self.http.server_close()
-        self.thread.join()
+        waits.joined(self.thread)
 
     def get(self, path):
         self.asked.append(path)
@@ -197,7 +198,7 @@ def test_a_server_writes_with_the_weights_of_the_engine(tmp_path, stage):
     print(loss, apart, asked)
     assert len(loss) == 2 and loss == other and all(math.isfinite(each) for each in loss)
     assert differences == [] and errors == [] and has_changed
-    # The trainer's log-probabilities are those that the server drew with.
+    # The server drew with the trainer's log-probabilities.
     assert all(each < 1e-5 for each in apart), apart
     assert asked.count("/update_weights") == 2 and asked.count("/reset_prefix_cache") == 2
     assert asked.count("/start_weight_update") == asked.count("/finish_weight_update") == 2

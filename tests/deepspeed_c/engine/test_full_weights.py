@@ -48,7 +48,7 @@ def tokens_of(rank: int) -> torch.Tensor:
 
 
 def expected(model: Any, adapters: str) -> dict[str, torch.Tensor]:
-    """What the libraries themselves make of a model in one process."""
+    """The tensors that the libraries themselves make of a model in one process."""
     if not hasattr(model, "peft_config"):
         return {} if adapters == "only" else loading.revert_weight_conversion(model, model.state_dict())
     saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -212,7 +212,9 @@ def bad_body(rank: int, world: int) -> Any:
         for arguments in ({"to": "rank1"}, {"adapters": "sum"}, {"bytes_ahead": "much"}):
             with pytest.raises(ConfigError) as caught:
                 engine.iter_full_weights(**arguments)
-            assert next(iter(arguments)) in str(caught.value) and str(next(iter(arguments.values()))) in str(caught.value)
+            assert next(iter(arguments)) in str(caught.value) and str(next(iter(arguments.values()))) in str(
+                caught.value
+            )
         tokens = tokens_of(rank)
         weights = engine.iter_full_weights("1kB")
         next(weights)

@@ -17,6 +17,7 @@ import torch
 
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, StateError
 from deepspeed_c.rollout import OpenAIRollout, OpenAIRolloutConfig, RolloutRequest, SamplingConfig, build_rollout
+from tests import waits
 
 END, PAD = 7, 0
 TOKENIZER = SimpleNamespace(
@@ -74,7 +75,7 @@ def server(how: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     finally:
         released.set()
         found.shutdown()
-        thread.join(20)
+        waits.joined(thread)
         found.server_close()
 
 

@@ -1,4 +1,4 @@
-"""``engine.send_weights``: a folder, a function and a process group take weights, and only what has changed."""
+"""``engine.send_weights``: a folder, a function and a process group take changed weights."""
 
 from __future__ import annotations
 
