@@ -191,6 +191,7 @@ FIGURES = [
             "full_weights",
             {"transport": transport},
             key,
+            why_not="a gather copies this rank's slice and then reads the others', with a wait between",
         )
         for transport, what, key, goal in (
             ("shared memory", "time over a copy of the weights", "ratio_to_copy", "<= 1.3"),
