@@ -162,7 +162,7 @@ class Rows:
         self._n_samples = len(prompts) * n
         self._waiting = deque(_Prompt(i, p, range(i * n, (i + 1) * n)) for i, p in enumerate(prompts))
         self._reading: list[_Prompt] = []
-        self._ready: deque[_Prompt] = deque()
+        self._ready: list[_Prompt] = []
         self._rows: dict[int, _Prompt] = {}  # by sample, in the order of their begin
         self._n_free = int(engine.free_blocks.min())
         self.tokens: list[list[int]] = [[] for _ in range(self._n_samples)]
@@ -184,15 +184,16 @@ class Rows:
         return self._n_samples + prompt.index
 
     def _begin_rows(self) -> None:
-        """Samples whose prompt is read get their first token, from the same logits."""
+        """Samples whose prompt is read get their first token, from the same logits.
+
+        A prompt without blocks for a further sample stops no other prompt: one that has entered later may have its
+        blocks, and give them back when it ends.
+        """
         begun: list[tuple[int, _Prompt]] = []
-        while self._ready and len(self._rows) + len(begun) < self._limits.most_rows:
-            prompt = self._ready[0]
-            if not self._take_row(prompt):
-                break
-            begun.append((prompt.waiting.popleft(), prompt))
-            if not prompt.waiting:
-                self._ready.popleft()
+        for prompt in self._ready:
+            while prompt.waiting and len(self._rows) + len(begun) < self._limits.most_rows and self._take_row(prompt):
+                begun.append((prompt.waiting.popleft(), prompt))
+        self._ready = [prompt for prompt in self._ready if prompt.waiting]
         if not begun:
             return
         samples = [sample for sample, _ in begun]
