@@ -18,8 +18,8 @@ class CallTarget(WeightsTarget):
     def __init__(self, load: Callable[[str, torch.Tensor], Any], last: int | None) -> None:
         self._load, self._last = load, last
 
-    def version(self) -> int | None:
-        return self._last
+    def versions(self) -> list[int | None]:
+        return [self._last]
 
     def put(self, version: int, entries: Sequence[WeightEntry], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:

@@ -127,9 +127,9 @@ class FolderTarget(WeightsTarget):
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def version(self) -> int | None:
+    def versions(self) -> list[int | None]:
         found = _read_list(self._folder)
-        return None if found is None else found.version
+        return [None if found is None else found.version]
 
     def put(self, version: int, entries: Sequence[WeightEntry], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         before = _read_list(self._folder)

@@ -37,10 +37,9 @@ class GroupTarget(WeightsTarget):
         self._group = group
         self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else None
 
-    def version(self) -> int | None:
+    def versions(self) -> list[int | None]:
         own = dist.get_rank(self._group)
-        versions = {said for rank, said in enumerate(_everyone(None, self._group)) if rank != own}
-        return versions.pop() if len(versions) == 1 else None
+        return [said for rank, said in enumerate(_everyone(None, self._group)) if rank != own]
 
     def put(self, version: int, entries: Sequence[WeightEntry], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         header = [(entry.name, tuple(entry.shape), entry.dtype, entry.tied_to) for entry in entries]

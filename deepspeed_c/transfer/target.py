@@ -57,8 +57,8 @@ class WeightsTarget(ABC):
     """A place that takes weights, on rank 0 of the sender."""
 
     @abstractmethod
-    def version(self) -> int | None:
-        """The version that all receivers have; None if they have none or different ones."""
+    def versions(self) -> list[int | None]:
+        """The version that each receiver has; None for one without weights."""
 
     @abstractmethod
     def put(self, version: int, entries: Sequence[WeightEntry], weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -213,6 +213,30 @@ def test_a_function_gets_what_changed_and_its_failure_is_the_senders(stage):
     assert "no room for" in outcome[0][4] and "rank 0" in outcome[1][4]
 
 
+def many_body(rank: int, world: int) -> Any:
+    """A new function for each call, as a lambda in a loop is."""
+    receiver = Receiver()
+    with engine_at(3) as engine:
+        for _ in range(20):
+            sent = engine.send_weights(lambda name, tensor: receiver.load(name, tensor))
+            assert not sent.is_delta and sent.version == 1
+        known = len(engine._sender._targets), len(engine._sender._newest), len(engine._sender._last)
+        first = engine.send_weights(receiver.load)
+        again = engine.send_weights(receiver.load)
+        bad = Receiver(fails_at=1)
+        with pytest.raises((ValueError, CommError)):
+            engine.send_weights(bad.load)
+        after = engine.send_weights(bad.load)
+        return known, (first.is_delta, again.is_delta, again.version), (after.version, after.is_delta)
+
+
+def test_receivers_are_not_remembered_without_end_and_versions_never_go_back():
+    for rank, (known, sent, after) in enumerate(run_ranks(2, many_body)):
+        assert known == ((16, 16, 16) if rank == 0 else (0, 0, 16)), known
+        assert sent == (False, True, 2), sent
+        assert after == (2, False), after
+
+
 # -- a process group -----------------------------------------------------------------------------------------------------------
 
 
@@ -273,3 +297,4 @@ def test_a_group_receives_and_its_failures_are_the_senders(stage):
     assert "'model.embed_tokens.weight' is unknown (nearest: 'model.embed_token.weight')" in sent[4], sent
     assert two[4][1] == three[4][1] == 0
     assert not sent[5].is_delta
+    assert [each.version for each in sent if not isinstance(each, str)] == [1, 2, 4, 6], sent
