@@ -110,6 +110,9 @@ class ForkingEngine(InferenceEngineV2):
             raise StateError(f"the engine knows no sequence {uid}", where="fork", fix="fork a sequence after its put")
         self._state.cache.share(self._state.get_or_create_sequence(new_uid).cached, source.cached)
 
+    def _tell(self, line: str) -> None:
+        """Nothing: each rollout makes an engine."""
+
     def _try_out(self, takes: Any) -> int:
         if not self._is_tried:
             self.block_bytes = super()._try_out(takes)

@@ -89,11 +89,13 @@ class InferenceEngineV2:
             self._undo.close()
             raise
         self._state = DSStateManager(manager, cache)
-        log_dist(
+        self._tell(
             f"ragged engine: {cache.groups[0].n_blocks} blocks of {self._state.kv_block_size} tokens in"
-            f" {len(cache.groups)} group(s), {self._max_context} tokens a sequence",
-            ranks=[0],
+            f" {len(cache.groups)} group(s), {self._max_context} tokens a sequence"
         )
+
+    def _tell(self, line: str) -> None:
+        log_dist(line, ranks=[0])
 
     @property
     def free_blocks(self) -> torch.Tensor:
