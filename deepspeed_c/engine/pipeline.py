@@ -599,6 +599,15 @@ class PipelineEngine(TrainingHost):
             " deepspeed_c.init_inference or with transformers",
         )
 
+    def iter_full_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise FeatureError(
+            "this rank has the layers of its stages only",
+            where="PipelineEngine.iter_full_weights",
+            fix="save the model with save_16bit_model (a model of from_transformers), and load the folder",
+        )
+
+    send_weights = iter_full_weights
+
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse("forward")
 

@@ -513,6 +513,10 @@ def refuse_body(rank: int, world: int, folder: str) -> list[str]:
             with pytest.raises(DeepSpeedCError, match="all layers") as caught:
                 generate(torch.ones(1, 1, dtype=torch.long))
             assert "init_inference" in str(caught.value)
+        for call in (engine.iter_full_weights, lambda: engine.send_weights(print)):
+            with pytest.raises(DeepSpeedCError, match="its stages only") as caught:
+                call()
+            assert "save_16bit_model" in str(caught.value)
     if rank == 0:
         with pytest.raises(DeepSpeedCError, match="labels are the second"):
             module.run_stage(0, {"input_ids": torch.ones(1, 2, dtype=torch.long), "labels": torch.ones(1, 2)})
