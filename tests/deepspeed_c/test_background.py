@@ -117,6 +117,7 @@ OTHERS = {
     "checkpoint/native/background.py: threading.Thread": "no daemon: the interpreter waits until the checkpoint is whole",
     "launcher/compare.py: ThreadPoolExecutor": "a block joins its threads",
     "launcher/compare.py: threading.Timer": "no daemon, and cancelled in the same call",
+    "rollout/openai.py: ThreadPoolExecutor": "a block joins its threads, each of which ends with timeout_s",
     "zero/states/ahead.py: ThreadPoolExecutor": "the interpreter waits for the update that runs",
 }
 

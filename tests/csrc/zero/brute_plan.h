@@ -8,7 +8,6 @@
 #include "dsc/fetch.h"
 
 #include <stdio.h>
-#include <string.h>
 
 #define BRUTE_MAX_UNITS 512
 #define BRUTE_MAX_STEPS 64 /* of brute_reuse */
@@ -123,7 +122,8 @@ static inline bool brute_has_room(const struct brute_plan *p, const bool *is_kep
 /* Chooses the units to keep from those of may_keep: the farthest next use leaves, and comes back if it fits. */
 static inline void brute_evict(const struct brute_plan *p, const bool *may_keep, bool *is_kept)
 {
-    memcpy(is_kept, may_keep, (size_t)p->n_steps * sizeof *is_kept);
+    for (int64_t i = 0; i < p->n_steps; i++)
+        is_kept[i] = may_keep[i];
     for (int64_t s = 0; s < p->n_steps; s++)
         while (brute_needed(p, is_kept, s) > p->limits.max_live_elems) {
             int64_t farthest = -1;
