@@ -67,6 +67,8 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
         self._aliases = aliases_of(self._tensors, self._parts)
         self._pieces = [piece for piece in self._plan(module, adapters) if is_wanted(piece)]
         self._receivers = self._share(to)
+        mine = [i for i, rank in enumerate(self._receivers) if rank in (None, self._comm.rank)]
+        self._n_wanted = mine[-1] + 1 if mine else 0  # pieces up to the last one for this rank
         self.entries = [entry for piece in self._pieces for entry in self._entries_of(piece)]
         self._units = [self._units_of(piece) for piece in self._pieces]
         self._is_collective = mesh.comm.world_size > 1 and (
@@ -173,8 +175,7 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
 
     def _agree(self) -> bool:
         """Whether any rank wants further tensors. Raises StateError on all ranks if the weights have changed."""
-        receivers = self._receivers[self._next :]
-        mine = _WANTS if self._wants and any(rank in (None, self._comm.rank) for rank in receivers) else _DONE
+        mine = _WANTS if self._wants and self._next < self._n_wanted else _DONE
         if self._fetcher is not None and self._fetcher.n_writes != self._n_writes:
             mine = _CHANGED
         said = self._comm.gather_numbers(mine, label="weights wanted") if self._is_collective else [mine]

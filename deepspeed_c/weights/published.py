@@ -72,8 +72,10 @@ def _with_ties(module: torch.nn.Module, piece: PublishedPiece, aliases: Mapping[
     return piece._replace(ties={plain_name(module, other): out for other in others})
 
 
-def _identity(name: str, out: str) -> Callable[[Named], Named]:
-    return lambda whole: {out: whole[name]}
+def _as_is(name: str, out: str, tensor: TensorFacts, *, is_adapter: bool = False) -> PublishedPiece:
+    """The tensor ``name`` as ``out``."""
+    outputs = {out: (tensor.shape, tensor.dtype)}
+    return PublishedPiece([name], outputs, not tensor.is_trained, is_adapter, lambda whole: {out: whole[name]})
 
 
 def _base_pieces(
@@ -82,19 +84,22 @@ def _base_pieces(
     layers = _tuner_layers(module)
     beside = set(names_beside(module, tensors))
     codes = {layer.named("weight"): layer for layer in code_layers(module)}
-    adapter_names = _adapter_names(module, tensors) if layers and adapters != "merged" else {}
-    owner = {name: path for path in layers for name in tensors if name.startswith(f"{path}.")}
+    owner = {name: path for name in tensors if (path := _innermost(name, layers)) is not None}
+    adapter_names = _adapter_names(module, tensors, owner) if layers and adapters != "merged" else {}
+    inputs_of: dict[str, list[str]] = {}
+    for name, path in owner.items():
+        if name not in beside:
+            inputs_of.setdefault(path, []).append(name)
     done: set[str] = set()
     for name, tensor in tensors.items():
         if name in beside or name in done:
             continue
         path = owner.get(name)
-        is_frozen = not tensor.is_trained
         if path is None:
             if adapters != "only":
                 yield _whole(name, plain_name(module, name), tensor, codes)
         elif adapters == "merged":
-            inputs = [other for other, at in owner.items() if at == path and other not in beside]
+            inputs = inputs_of[path]
             done.update(inputs)
             if any(other in codes for other in inputs):
                 raise FeatureError(
@@ -104,8 +109,7 @@ def _base_pieces(
                 )
             yield from _merged(module, path, layers[path], inputs, tensors)
         elif name in adapter_names:
-            out = adapter_names[name]
-            yield PublishedPiece([name], {out: (tensor.shape, tensor.dtype)}, is_frozen, True, _identity(name, out))
+            yield _as_is(name, adapter_names[name], tensor, is_adapter=True)
         elif adapters == "apart" and (base := _base_name(path, name)) is not None:
             yield _whole(name, plain_name(module, base), tensor, codes)
 
@@ -118,8 +122,17 @@ def _whole(name: str, out: str, tensor: TensorFacts, codes: Mapping[str, Any]) -
         return PublishedPiece(
             [name], outputs, not tensor.is_trained, False, lambda whole: {out: layer.dense(whole[name])}
         )
-    outputs = {out: (tensor.shape, tensor.dtype)}
-    return PublishedPiece([name], outputs, not tensor.is_trained, False, _identity(name, out))
+    return _as_is(name, out, tensor)
+
+
+def _innermost(name: str, layers: Mapping[str, Any]) -> str | None:
+    """The innermost of ``layers``, by path, that a tensor lies in."""
+    path = name
+    while "." in path:
+        path = path.rpartition(".")[0]
+        if path in layers:
+            return path
+    return None
 
 
 def _tuner_layers(module: torch.nn.Module) -> dict[str, Any]:
@@ -140,8 +153,12 @@ def _tuner_layers(module: torch.nn.Module) -> dict[str, Any]:
 def plain_name(module: torch.nn.Module, name: str) -> str:
     """The name that a tensor has without peft's wrapper around the model."""
     prefix = "base_model.model."
-    is_wrapped = "peft" in sys.modules and hasattr(module, "peft_config") and hasattr(module, "base_model")
-    return name.removeprefix(prefix) if is_wrapped else name
+    return name.removeprefix(prefix) if _has_adapters(module) else name
+
+
+def _has_adapters(module: torch.nn.Module) -> bool:
+    """Whether the model itself knows its adapters: a model of peft, or one of transformers with ``add_adapter``."""
+    return hasattr(module, "peft_config") and hasattr(module, "base_model")
 
 
 def _base_name(path: str, name: str) -> str | None:
@@ -153,8 +170,9 @@ def _base_name(path: str, name: str) -> str | None:
     return None
 
 
-def _adapter_names(module: torch.nn.Module, tensors: Mapping[str, TensorFacts]) -> dict[str, str]:
-    """The names in peft's file of the adapter, by the names in the state dict."""
+def _adapter_names(module: torch.nn.Module, tensors: Iterable[str], owner: Mapping[str, str]) -> dict[str, str]:
+    """The names in peft's file of the adapter, by the names in the state dict. owner: tensors of adapted layers, and
+    the path of each one's layer."""
     import peft
 
     active = getattr(module, "active_adapters", None)
@@ -166,25 +184,23 @@ def _adapter_names(module: torch.nn.Module, tensors: Mapping[str, TensorFacts]) 
             where="adapters",
             fix='activate one of them (set_adapter) before each call, or pass adapters="merged"',
         )
-    marks = {name: torch.empty(0, device="meta") for name in tensors}
-    of_mark = {id(mark): name for name, mark in marks.items()}
-    if hasattr(module, "peft_config") and hasattr(module, "base_model"):
+    if _has_adapters(module):
+        marks = {name: torch.empty(0, device="meta") for name in tensors}
+        of_mark = {id(mark): name for name, mark in marks.items()}
         saved = peft.get_peft_model_state_dict(module, marks, chosen[0], save_embedding_layers=False)
         return {of_mark[id(mark)]: name for name, mark in saved.items() if id(mark) in of_mark}
     ending = f".{chosen[0]}"
-    found = {}
-    for name in marks:
-        owner = next((path for path in _tuner_layers(module) if name.startswith(f"{path}.")), None)
-        if owner is not None and _base_name(owner, name) is None:
-            found[name] = name.replace(f"{ending}.", ".").removesuffix(ending)
-    return found
+    return {
+        name: name.replace(f"{ending}.", ".").removesuffix(ending)
+        for name, path in owner.items()
+        if _base_name(path, name) is None
+    }
 
 
 def _merged(
     module: torch.nn.Module, path: str, layer: Any, inputs: Sequence[str], tensors: Mapping[str, TensorFacts]
 ) -> Iterator[PublishedPiece]:
     """The weights of an adapted layer with its active adapters."""
-    is_frozen = not any(tensors[name].is_trained for name in inputs)
     if not hasattr(layer, "base_layer"):
         # Modules that are trained in place of others.
         chosen = next(
@@ -194,9 +210,7 @@ def _merged(
         begin = f"{path}.original_module." if chosen is None else f"{path}.modules_to_save.{chosen}."
         for name in inputs:
             if name.startswith(begin):
-                out = plain_name(module, f"{path}.{name.removeprefix(begin)}")
-                outputs = {out: (tensors[name].shape, tensors[name].dtype)}
-                yield PublishedPiece([name], outputs, not tensors[name].is_trained, False, _identity(name, out))
+                yield _as_is(name, plain_name(module, f"{path}.{name.removeprefix(begin)}"), tensors[name])
         return
     names = {name: base for name in inputs if (base := _base_name(path, name)) is not None}
     outs = {name: plain_name(module, base) for name, base in names.items()}
@@ -210,6 +224,7 @@ def _merged(
         found = dict(shell.get_base_layer().named_parameters()) | dict(shell.get_base_layer().named_buffers())
         return {out: found[name.removeprefix(f"{path}.base_layer.")].detach() for name, out in outs.items()}
 
+    is_frozen = not any(tensors[name].is_trained for name in inputs)
     yield PublishedPiece(list(inputs), outputs, is_frozen, False, make)
 
 
