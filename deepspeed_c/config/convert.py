@@ -20,6 +20,7 @@ from deepspeed_c.errors import ConfigError
 
 __all__ = ["convert", "kind_of", "thaw", "thawed_kind"]
 
+_LONGEST_SHOWN = 200  # characters
 _BOUNDS = {
     "ge": (lambda value, bound: value >= bound, ">="),
     "gt": (lambda value, bound: value > bound, ">"),
@@ -41,7 +42,7 @@ def convert(value: Any, kind: Any, where: str, bounds: Mapping[str, Any] | None 
     new = _convert(value, kind, where)
     for name, bound in (bounds or {}).items():
         if bound is not None and isinstance(new, (int, float)) and not _BOUNDS[name][0](new, bound):
-            raise ConfigError(f"is {value!r}", where=where, fix=f"write a number {_BOUNDS[name][1]} {bound}")
+            raise ConfigError(f"is {_shown(value)}", where=where, fix=f"write a number {_BOUNDS[name][1]} {bound}")
     return new
 
 
@@ -162,7 +163,7 @@ def _to_int(value: Any, where: str) -> int:
     try:
         if isinstance(value, str):
             return int(value)
-        if isinstance(value, (int, float)) and math.isfinite(value) and value == int(value):
+        if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value) and value == int(value)):
             return int(value)
     except ValueError:
         pass
@@ -173,7 +174,7 @@ def _to_float(value: Any, where: str) -> float:
     try:
         if isinstance(value, (int, float, str)):
             return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
     raise _wrong(value, where, "a number")
 
@@ -194,4 +195,12 @@ _CONVERTERS = {bool: _to_bool, int: _to_int, float: _to_float, str: _to_str, Pat
 
 
 def _wrong(value: Any, where: str, wanted: str) -> ConfigError:
-    return ConfigError(f"is {value!r}", where=where, fix=f"write {wanted}")
+    return ConfigError(f"is {_shown(value)}", where=where, fix=f"write {wanted}")
+
+
+def _shown(value: Any) -> str:
+    """``repr`` of a value for an error, cut, because a request of a stranger may be long."""
+    if isinstance(value, int) and value.bit_length() > 2 * _LONGEST_SHOWN:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print integers of thousands of digits
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[: _LONGEST_SHOWN - 3]}..."

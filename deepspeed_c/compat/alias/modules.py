@@ -132,15 +132,16 @@ _CONFIG, _SECTIONS, _TIMING = (
 _RUNNERS = ("PDSHRunner", "OpenMPIRunner", "MPICHRunner", "IMPIRunner", "SlurmRunner", "MVAPICHRunner")
 _INFERENCE_CONFIG = "deepspeed_c.config.inference"
 _RAGGED = "deepspeed_c.inference.v2"
+_RAGGED_CONFIG = "deepspeed_c.config.ragged"
 _RAGGED_BUILDERS = ("build_engine_from_ds_checkpoint", "build_hf_engine")
 _RAGGED_ENGINE = {
     "DeepSpeedTPConfig": f"{_INFERENCE_CONFIG}:DeepSpeedTPConfig",
     "InferenceEngineV2": f"{_RAGGED}.engine:InferenceEngineV2",
-    "RaggedInferenceEngineConfig": f"{_RAGGED}.config:RaggedInferenceEngineConfig",
+    "RaggedInferenceEngineConfig": f"{_RAGGED_CONFIG}:RaggedInferenceEngineConfig",
     **{name: f"{_RAGGED}.factory:{name}" for name in _RAGGED_BUILDERS},
 }
 _RAGGED_LIMITS = {
-    name: f"{_RAGGED}.config:{name}"
+    name: f"{_RAGGED_CONFIG}:{name}"
     for name in ("AllocationMode", "DSStateManagerConfig", "KVCacheConfig", "MemoryConfig")
 }
 _RAGGED_BATCH = {"RaggedBatchWrapper": f"{_RAGGED}.batch:RaggedBatchWrapper"}
@@ -473,8 +474,8 @@ _NAMES: dict[str, dict[str, str]] = {
     **dict.fromkeys(("deepspeed.inference", "deepspeed.inference.v2"), _RAGGED_ENGINE),
     "deepspeed.inference.v2.config_v2": {
         "DeepSpeedTPConfig": f"{_INFERENCE_CONFIG}:DeepSpeedTPConfig",
-        "QuantizationConfig": f"{_RAGGED}.config:RaggedQuantizationConfig",
-        **{name: f"{_RAGGED}.config:{name}" for name in ("DSStateManagerConfig", "RaggedInferenceEngineConfig")},
+        "QuantizationConfig": f"{_RAGGED_CONFIG}:RaggedQuantizationConfig",
+        **{name: f"{_RAGGED_CONFIG}:{name}" for name in ("DSStateManagerConfig", "RaggedInferenceEngineConfig")},
     },
     "deepspeed.inference.v2.engine_factory": {
         name: _RAGGED_ENGINE[name] for name in ("InferenceEngineV2", "RaggedInferenceEngineConfig", *_RAGGED_BUILDERS)
@@ -498,7 +499,7 @@ _NAMES: dict[str, dict[str, str]] = {
     "deepspeed.inference.v2.ragged.manager_configs": {
         **_RAGGED_LIMITS,
         "DtypeEnum": "deepspeed_c.compat.dtype_enum:DtypeEnum",
-        "KVCacheType": f"{_RAGGED}.config:KVCacheType",
+        "KVCacheType": f"{_RAGGED_CONFIG}:KVCacheType",
     },
     "deepspeed.inference.v2.ragged.ragged_manager": {
         **{name: _RAGGED_STATE[name] for name in ("DSSequenceDescriptor", "DSStateManager")},

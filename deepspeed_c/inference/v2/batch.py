@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from deepspeed_c import _C
+from deepspeed_c.config.ragged import DSStateManagerConfig
 from deepspeed_c.errors import ModelError, StateError
-from deepspeed_c.inference.v2.config import DSStateManagerConfig
 from deepspeed_c.inference.v2.scheduling import SchedulingError, SchedulingResult
 
 __all__ = ["RaggedBatchWrapper", "to_padded"]

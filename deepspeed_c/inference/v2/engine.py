@@ -19,11 +19,11 @@ import torch
 from deepspeed_c import _C, kv
 from deepspeed_c.accelerator import Accelerator
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.config.ragged import AllocationMode, RaggedInferenceEngineConfig
 from deepspeed_c.errors import DeepSpeedCError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.engine import InferenceEngine
 from deepspeed_c.inference.limits import positions_of
 from deepspeed_c.inference.v2.batch import RaggedBatchWrapper
-from deepspeed_c.inference.v2.config import AllocationMode, RaggedInferenceEngineConfig
 from deepspeed_c.inference.v2.deterministic import Deterministic, require_row_wise
 from deepspeed_c.inference.v2.scheduling import SchedulingError, SchedulingResult
 from deepspeed_c.inference.v2.state import DSSequenceDescriptor, DSStateManager, PlaceholderSequenceDescriptor

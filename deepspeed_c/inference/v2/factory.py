@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from deepspeed_c.config.ragged import RaggedInferenceEngineConfig
 from deepspeed_c.errors import CheckpointError
 from deepspeed_c.inference.engine import init_inference
 from deepspeed_c.inference.limits import check_heads
-from deepspeed_c.inference.v2.config import RaggedInferenceEngineConfig
 from deepspeed_c.inference.v2.engine import FORMAT, METADATA, InferenceEngineV2
 from deepspeed_c.inject.folder import config_of, model_on_meta
 from deepspeed_c.logging import set_level

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.config.ragged import DSStateManagerConfig
 from deepspeed_c.errors import StateError
-from deepspeed_c.inference.v2.config import DSStateManagerConfig
 from deepspeed_c.kv.group import blocks_of
 from deepspeed_c.ops.kv import BLOCK_TOKENS
 

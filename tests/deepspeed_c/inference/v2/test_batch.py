@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from deepspeed_c import _C
+from deepspeed_c.config.ragged import DSStateManagerConfig, KVCacheConfig
 from deepspeed_c.errors import ConfigError, ModelError, StateError
 from deepspeed_c.inference.v2.batch import RaggedBatchWrapper, to_padded
-from deepspeed_c.inference.v2.config import DSStateManagerConfig, KVCacheConfig
 from deepspeed_c.inference.v2.scheduling import SchedulingError, SchedulingResult
 from deepspeed_c.inference.v2.state import DSStateManager, PlaceholderSequenceDescriptor
 from deepspeed_c.ops.kv import BLOCK_TOKENS

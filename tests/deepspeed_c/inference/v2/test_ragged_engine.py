@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed_c.config.ragged import AllocationMode, MemoryConfig
 from deepspeed_c.errors import CheckpointError, ConfigError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.engine import init_inference
 from deepspeed_c.inference.v2 import (
@@ -22,7 +23,6 @@ from deepspeed_c.inference.v2 import (
     build_engine_from_ds_checkpoint,
     build_hf_engine,
 )
-from deepspeed_c.inference.v2.config import AllocationMode, MemoryConfig
 from deepspeed_c.ops.kv import BLOCK_TOKENS
 from tests.deepspeed_c.engine.test_families_in_blocks import DECODERS, MORE, make
 from tests.deepspeed_c.inject import families

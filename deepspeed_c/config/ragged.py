@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from typing import Any
 
-import torch
-
 from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
 from deepspeed_c.config.inference import DeepSpeedTPConfig, dtype_of
 from deepspeed_c.errors import ConfigError
@@ -50,7 +48,7 @@ class KVCacheConfig(DeepSpeedConfigModel):
     """Tables of blocks of a sequence."""
     cache_shape: tuple[int, int, int]
     """(layers, heads of keys and values, elements of a head)."""
-    cache_dtype: Any = torch.float16
+    cache_dtype: Any = Field(default_factory=lambda: dtype_of("float16"))
     """A dtype of torch, its name or a member of ``DtypeEnum``."""
     max_blocks_per_allocation_group: int = Field(64, gt=0)
     """Blocks of one table."""
