@@ -30,6 +30,7 @@ void bind_scaler(pybind11::module_ &m);
 void bind_data(pybind11::module_ &m);
 void bind_infer(pybind11::module_ &m);
 void bind_batch(pybind11::module_ &m);
+void bind_schedule(pybind11::module_ &m);
 void bind_ckpt(pybind11::module_ &m);
 void bind_aio(pybind11::module_ &m);
 void bind_comm(pybind11::module_ &m);

@@ -20,6 +20,7 @@ PYBIND11_MODULE(_C, m)
     dsc::bind_data(m);
     dsc::bind_infer(m);
     dsc::bind_batch(m);
+    dsc::bind_schedule(m);
     dsc::bind_ckpt(m);
     dsc::bind_aio(m);
     dsc::bind_comm(m);

@@ -26,6 +26,7 @@
 #include "dsc/quant.h"
 #include "dsc/recompute.h"
 #include "dsc/scaler.h"
+#include "dsc/schedule.h"
 #include "dsc/seq.h"
 #include "dsc/status.h"
 #include "dsc/tier.h"
