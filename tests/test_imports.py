@@ -127,6 +127,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("config", "logging", "comm", "accelerator", "ops", "_C", "zero", "engine", "inject", "utils", "checkpoint"),
         *("offload", "weights", "compression", "kv", "threads"),
     },
+    "serving": {"logging", "comm", "ops", "_C", "inference"},
+    "mii": {"config", "logging", "ops", "_C", "inject", "inference", "serving", "launcher"},
     "rollout": {"config", "logging", "quantity", "accelerator", "ops", "kv", "engine", "moe", "inference"},
     "plan": {
         *("config", "comm", "ops", "_C", "zero", "offload", "engine", "quantity", "inject", "recompute", "inference"),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ from deepspeed_c.logging import log_dist
 from deepspeed_c.threads import one_torch_thread
 from deepspeed_c.weights.configs import save_configs
 
-__all__ = ["FORMAT", "METADATA", "InferenceEngineV2"]
+__all__ = ["FORMAT", "METADATA", "EngineLimits", "InferenceEngineV2"]
 
 METADATA = "ds_engine_v2.json"
 FORMAT = 1
@@ -47,6 +47,21 @@ _TRIED_BITS = (37, 3)
 # Elements of hidden states: more of them are worth torch's threads. An operator of fewer takes less than a millisecond
 # on one thread, and others would spin longer than that.
 _MOST_ON_ONE_THREAD = 1 << 20
+
+
+class EngineLimits(NamedTuple):
+    """What an engine has room for. A scheduler plans within these numbers."""
+
+    n_blocks: int
+    """Blocks of keys and values of one group of layers."""
+    step_tokens: int
+    """Tokens of one ``put``."""
+    step_sequences: int
+    """Sequences of one ``put``, and at one time."""
+    sequence_tokens: int
+    """Tokens of one sequence, new ones too."""
+    n_words: int
+    """Words of the model's vocabulary."""
 
 
 class InferenceEngineV2:
@@ -106,6 +121,18 @@ class InferenceEngineV2:
     def n_kv_cache_groups(self) -> int:
         """Groups of layers with one window."""
         return self._state.n_kv_cache_groups
+
+    @property
+    def limits(self) -> EngineLimits:
+        """The limits that hold for each ``put``."""
+        manager = self._config.state_manager
+        return EngineLimits(
+            min(group.n_blocks for group in self._state.cache.groups),
+            manager.max_ragged_batch_size,
+            min(manager.max_ragged_sequence_count, manager.max_tracked_sequences),
+            self._max_context,
+            self._words,
+        )
 
     def model(self) -> torch.nn.Module:
         """The model."""
@@ -172,6 +199,10 @@ class InferenceEngineV2:
         """Tokens that need no further block; 0 for a uid that is not known."""
         found = self._state.get_sequence(uid)
         return 0 if found is None else -found.seen_tokens % self._state.kv_block_size
+
+    def holds(self, uid: int) -> bool:
+        """Whether the engine knows the sequence."""
+        return self._state.get_sequence(uid) is not None
 
     def flush(self, uid: int) -> None:
         """Ends a sequence. Raises StateError for a uid that is not known."""

@@ -1,0 +1,99 @@
+"""Tokenizers of served models, under MII's names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from deepspeed_c.errors import ModelError
+
+__all__ = ["HFTokenizer", "MIITokenizerWrapper", "load_tokenizer"]
+
+# Where tokenizers keep the token that ends a text; the first one that is set counts.
+_ENDS = ("eod", "eos_token_id", "eod_id")
+
+
+class MIITokenizerWrapper(ABC):
+    """A tokenizer of any origin. A subclass may be the ``tokenizer`` of ``ModelConfig``."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Words; tokens from there on are never chosen."""
+
+    @property
+    @abstractmethod
+    def eos_token_id(self) -> int:
+        """The token that ends a text."""
+
+    @abstractmethod
+    def encode(self, input: str) -> torch.Tensor:
+        """The tokens of a text, integers [tokens]."""
+
+    @abstractmethod
+    def decode(self, tokens: torch.Tensor) -> str:
+        """The text of tokens."""
+
+
+class HFTokenizer(MIITokenizerWrapper):
+    """A tokenizer of transformers, or the folder of one. Code that lies in the folder does not run.
+
+    Raises ModelError for a folder without a tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        if isinstance(tokenizer, str):
+            tokenizer = _tokenizer_of(tokenizer)
+        super().__init__(tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.tokenizer)
+
+    @property
+    def eos_token_id(self) -> int:
+        """Raises ModelError for a tokenizer without one."""
+        for name in _ENDS:
+            if isinstance(token := getattr(self.tokenizer, name, None), int):
+                return token
+        raise ModelError(
+            f"{type(self.tokenizer).__name__} has no token that ends a text",
+            where="tokenizer.eos_token_id",
+            fix=f"set one of {', '.join(_ENDS)}",
+        )
+
+    def encode(self, input: str) -> torch.Tensor:
+        return self.tokenizer.encode(input, return_tensors="pt").flatten()
+
+    def convert_tokens_to_ids(self, input: str) -> int:
+        """The token of that name."""
+        return self.tokenizer.convert_tokens_to_ids(input)
+
+    def decode(self, tokens: Any) -> str:
+        return self.tokenizer.decode(tokens)
+
+
+def load_tokenizer(model_config: Any) -> MIITokenizerWrapper:
+    """The tokenizer of a ``ModelConfig``: its own, or that of the model's folder."""
+    from transformers import PreTrainedTokenizerBase
+
+    given = model_config.tokenizer or model_config.model_name_or_path
+    return HFTokenizer(given) if isinstance(given, (str, PreTrainedTokenizerBase)) else given
+
+
+def _tokenizer_of(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"the tokenizer cannot be read: {error}",
+            where=folder,
+            fix="name a folder that save_pretrained of a tokenizer wrote, or set tokenizer in ModelConfig",
+        ) from error

@@ -1,0 +1,369 @@
+"""The loop of a ragged engine that serves requests. One thread owns the engine; others submit and cancel.
+
+```
+ submit, cancel --inbox--> schedule (C) --plan--> put --logits--> next tokens --> text --> sink of the request
+                              ^                                       |
+                              +--------- a token more, an end --------+
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from deepspeed_c import _C
+from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.inference.v2 import InferenceEngineV2, SchedulingError, SchedulingResult
+from deepspeed_c.logging import logger
+from deepspeed_c.ops import sample
+from deepspeed_c.ops.kv import BLOCK_TOKENS
+from deepspeed_c.serving.ranks import Ranks, StepOfRanks
+from deepspeed_c.serving.sampling import FinishReason, SamplingParams
+from deepspeed_c.serving.text import StopStrings, TextStream
+
+__all__ = ["Event", "Request", "RequestLoop"]
+
+# Ranks that wait for a step raise an alarm after a longer silence (comm.watchdog).
+_SILENCE_S = 10.0
+
+
+class Event(NamedTuple):
+    """A piece of an answer. The last one of a request has a reason or an error."""
+
+    text: str = ""
+    token: int | None = None
+    """The new token, which may complete no text. None: nothing was chosen."""
+    log_prob: float = 0.0
+    """The logarithm of its probability in the distribution that the rules leave."""
+    reason: FinishReason | None = None
+    error: Exception | None = None
+
+
+class Request:
+    """One prompt and its answer.
+
+    sink: called with each Event from the thread that owns the engine; it does not block, and raises nothing.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        sink: Callable[[Event], None],
+        decode: Callable[[list[int]], str],
+        salt: str,
+    ) -> None:
+        self.tokens, self.n_prompt = list(prompt), len(prompt)
+        """The prompt, and the new tokens."""
+        self.params, self.salt, self.sink = params, salt, sink
+        self.number = -1
+        """In the schedule, and in the engine while it has blocks there; -1: not there."""
+        self.is_ended = False
+        self._text = TextStream(decode, prompt if params.continues else ())
+        self._stop = StopStrings(params.stop)
+
+    @property
+    def n_new(self) -> int:
+        """New tokens, an end token among them."""
+        return len(self.tokens) - self.n_prompt
+
+    def add(self, token: int, log_prob: float) -> Event:
+        """The event of the next token."""
+        self.tokens.append(token)
+        reason, text = None, ""
+        if token in self.params.ends:
+            reason = FinishReason.STOP
+        else:
+            text = self._stop.add(self._text.add([token]))
+            if self._stop.is_found:
+                reason = FinishReason.STOP
+            elif self.n_new >= self.params.n_new:
+                reason = FinishReason.LENGTH
+        if reason is not None and not self._stop.is_found:
+            text += self._stop.add(self._text.finish())
+            text += self._stop.finish()
+        return Event(text, token, log_prob, reason)
+
+
+class RequestLoop:
+    """Runs requests on an engine until they have ended.
+
+    Args:
+        engine: which nobody else uses.
+        decode: a tokenizer's; gives the text of a list of tokens.
+        n_words: words that are chosen, at most those of the model; the others have no text.
+
+    On tensor-parallel ranks rank 0 takes requests and chooses tokens. The others call ``follow``.
+    """
+
+    def __init__(self, engine: InferenceEngineV2, decode: Callable[[list[int]], str], n_words: int) -> None:
+        limits = engine.limits
+        self._engine, self._decode, self._n_words = engine, decode, min(n_words, limits.n_words)
+        self._n_blocks, self._step_tokens = limits.n_blocks, limits.step_tokens
+        self.max_context = limits.sequence_tokens
+        """Tokens of a prompt and its answer, at most."""
+        self._schedule = _C.Schedule(limits.n_blocks, limits.step_sequences)
+        self._ranks = Ranks()
+        self._requests: dict[int, Request] = {}
+        self._flushed: list[int] = []  # since the last step
+        self._inbox: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._end: Exception | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer that fit the memory, within ``max_context``. The last token needs none."""
+        return min(self.max_context, self._n_blocks * BLOCK_TOKENS + 1)
+
+    @property
+    def n_requests(self) -> int:
+        """Requests that run or wait in the schedule."""
+        return len(self._requests)
+
+    def submit(
+        self, prompt: Sequence[int], params: SamplingParams, sink: Callable[[Event], None], salt: str = ""
+    ) -> Request:
+        """Begins a request; any thread may call it. salt: prefixes are found under the same salt alone.
+
+        Raises ModelError for an empty prompt and for tokens that the model does not have, SchedulingError for a request
+        that can never fit, StateError after the end.
+        """
+        self.check(prompt, params)
+        request = Request(prompt, params, sink, self._decode, salt)
+        self._tell(("add", request))
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request before the next step; any thread may call it. Its sink gets nothing more."""
+        request.is_ended = True
+        with contextlib.suppress(StateError):
+            self._tell(("cancel", request))
+
+    def close(self) -> None:
+        """Makes ``run`` return before the next step; any thread may call it. Requests that run get a StateError."""
+        with contextlib.suppress(StateError):
+            self._tell(("close", None))
+
+    def run(self) -> None:
+        """Runs steps until ``close``. The calling thread owns the engine meanwhile."""
+        self._run(lambda: False)
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Runs steps until ``is_done``, which is asked before each. The loop can run again afterwards."""
+        self._run(is_done)
+
+    def follow(self) -> None:
+        """Runs the steps of rank 0 on another rank, until rank 0 ends its run."""
+        while True:
+            step = self._ranks.receive()
+            self._flush(step.flushed)
+            if step.uids:
+                tokens = [torch.tensor(each) for each in step.tokens]
+                self._engine.put(step.uids, tokens, do_checks=False, salts=step.salts)
+            if step.is_last:
+                return
+
+    def share_text(self, text: str) -> str:
+        """The text of rank 0, on all ranks, which all call it between runs."""
+        return self._ranks.share_text(text)
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raises the errors of ``submit``, but for those of an ended loop."""
+        where, n = "submit", len(prompt) + params.n_new
+        if not prompt or params.n_new < 1:
+            raise ModelError(
+                f"the prompt has {len(prompt)} tokens, and {params.n_new} are asked for",
+                where=where,
+                fix="send one token at least, and ask for one at least",
+            )
+        n_words = self._engine.limits.n_words
+        if wrong := [token for token in prompt if not 0 <= token < n_words]:
+            raise ModelError(
+                f"the token {wrong[0]} is none of the model's {n_words}", where=where, fix="encode by its own tokenizer"
+            )
+        if n > self.max_context:
+            raise SchedulingError(
+                SchedulingResult.SequenceTokenLimitExceeded,
+                f"prompt and answer have {n} tokens, and {self.max_context} are the most of a sequence",
+                where=where,
+                fix="shorten the prompt, ask for fewer tokens, or raise max_context",
+            )
+        if n > self.longest:
+            raise SchedulingError(
+                SchedulingResult.KVCacheLimitExceeded,
+                f"prompt and answer have {n} tokens, and the memory of keys and values has room for {self.longest}",
+                where=where,
+                fix="shorten the prompt, ask for fewer tokens, or give memory_config more",
+            )
+
+    def _tell(self, message: tuple[str, Request | None]) -> None:
+        with self._lock:
+            if self._end is not None:
+                raise StateError(
+                    f"the engine takes no requests any more: {self._end}", where="submit", fix="start it again"
+                )
+            self._inbox.put(message)
+
+    def _run(self, is_done: Callable[[], bool]) -> None:
+        """Steps, until ``is_done`` or a message to close. All requests are answered, whatever ends them."""
+        try:
+            while not is_done():
+                if not self._take_messages():
+                    self._finish(
+                        StateError("it was closed", where="RequestLoop", fix="send the request to another engine")
+                    )
+                    break
+                self._step()
+        except Exception as error:
+            self._finish(error)
+            raise
+        except BaseException:  # a user's interrupt ends the requests, and the engine can go on
+            self._answer_all(StateError("it was interrupted", where="RequestLoop", fix="send the request again"))
+            raise
+        self._ranks.send(StepOfRanks(self._take_flushed(), [], [], {}, is_last=True))
+
+    def _finish(self, end: Exception) -> None:
+        with self._lock:
+            self._end = end
+        self._answer_all(end)
+
+    def _answer_all(self, error: Exception) -> None:
+        while not self._inbox.empty():
+            kind, request = self._inbox.get_nowait()
+            if kind == "add" and request is not None:
+                self._say(request, Event(error=error))
+        for request in [*self._requests.values()]:
+            self._drop(request)
+            self._say(request, Event(error=error))
+
+    def _take_messages(self) -> bool:
+        """Takes what has come; waits where there is nothing to do. Returns False at the end."""
+        while True:
+            try:
+                is_idle = not self._requests
+                kind, request = self._inbox.get(is_idle, _SILENCE_S if is_idle and self._ranks.world_size > 1 else None)
+            except queue.Empty:
+                if self._requests:
+                    return True
+                self._ranks.send(StepOfRanks(self._take_flushed(), [], [], {}))
+                continue
+            if request is None:
+                return False
+            if kind == "add" and not request.is_ended:
+                self._add(request)
+            elif kind == "cancel":
+                self._drop(request)
+
+    def _add(self, request: Request) -> None:
+        found = self._engine.count_found(torch.tensor(request.tokens), request.salt)
+        number = self._schedule.add(len(request.tokens), request.n_prompt + request.params.n_new, found)
+        request.number = number
+        self._requests[number] = request
+
+    def _drop(self, request: Request) -> None:
+        """Takes a request out, with its blocks."""
+        number, request.number = request.number, -1
+        if number < 0:
+            return
+        del self._requests[number]
+        self._schedule.end(number)
+        self._give_back([number])
+
+    def _give_back(self, numbers: Iterable[int]) -> None:
+        """Ends sequences of the engine, at the other ranks with the next step. A request that waits has none."""
+        held = [number for number in numbers if self._engine.holds(number)]
+        self._flushed += held
+        self._flush(held)
+
+    def _flush(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._engine.flush(number)
+
+    def _take_flushed(self) -> list[int]:
+        flushed, self._flushed = self._flushed, []
+        return flushed
+
+    def _step(self) -> None:
+        """One forward: a token of each request that has its prompt behind it, and pieces of prompts."""
+        plan, put_back = self._schedule.plan(self._step_tokens)
+        self._give_back(put_back)
+        requests = [self._requests[number] for number, _, _ in plan]
+        uids = [number for number, _, _ in plan]
+        tokens = [request.tokens[begin : begin + n] for request, (_, begin, n) in zip(requests, plan)]
+        salts = {number: request.salt for number, request in zip(uids, requests) if request.salt}
+        try:
+            self._ranks.send(StepOfRanks(self._take_flushed(), uids, tokens, salts))
+            logits = self._engine.put(uids, [torch.tensor(each) for each in tokens], do_checks=False, salts=salts)
+        except BaseException as error:
+            self._schedule.abort()
+            if not isinstance(error, Exception) or self._ranks.world_size > 1:
+                raise  # the other ranks may have run the step
+            self._fail(requests, error)
+            return
+        places = {number: i for i, number in enumerate(uids)}
+        rows = [places[number] for number in self._schedule.commit()]
+        if rows:
+            self._choose([requests[row] for row in rows], logits[rows, : self._n_words].cpu())
+
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        """Answers the requests of a step that has failed. Those that were not part of it go on."""
+        logger.error("a step of the engine has failed: %s", error)
+        for request in requests:
+            self._drop(request)
+            self._say(request, Event(error=error))
+
+    def _choose(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
+        """Draws the next token of each. A row whose logits allow no choice ends alone."""
+        for row, request in zip(logits, requests):
+            if request.n_new < request.params.n_least and request.params.ends:
+                row[sorted(word for word in request.params.ends if word < len(row))] = -torch.inf
+        try:
+            chosen = self._draw(requests, logits)
+        except ValueError:
+            chosen = [self._draw_alone(request, row) for row, request in zip(logits, requests)]
+        for request, choice in zip(requests, chosen):
+            event = Event(error=choice) if isinstance(choice, Exception) else request.add(*choice)
+            if event.reason is not None or event.error is not None:
+                self._drop(request)
+            self._say(request, event)
+
+    def _draw(self, requests: Sequence[Request], logits: torch.Tensor) -> list[tuple[int, float] | Exception]:
+        params = [request.params for request in requests]
+        has_penalty = any(each.rules.repetition_penalty != 1 for each in params)
+        words, log_probs = sample.tokens(
+            logits,
+            [each.rules for each in params],
+            [each.seed for each in params],
+            [request.n_new for request in requests],
+            [torch.tensor(request.tokens) for request in requests] if has_penalty else None,
+        )
+        return list(zip(words.tolist(), log_probs.tolist()))
+
+    def _draw_alone(self, request: Request, row: torch.Tensor) -> tuple[int, float] | Exception:
+        try:
+            return self._draw([request], row[None])[0]
+        except ValueError as error:
+            return ModelError(
+                f"no token can be chosen: {error}",
+                where="RequestLoop",
+                fix="look for NaN in the weights, and for rules that leave no word",
+            )
+
+    def _say(self, request: Request, event: Event) -> None:
+        """Calls the sink, unless the request was cancelled. A sink that raises ends its own request."""
+        if request.is_ended:
+            return
+        if event.reason is not None or event.error is not None:
+            request.is_ended = True
+        try:
+            request.sink(event)
+        except Exception:  # noqa: BLE001  (code of a caller)
+            logger.exception("the answer of a request could not be given away; the request ends")
+            request.is_ended = True
+            self._drop(request)
