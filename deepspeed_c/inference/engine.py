@@ -13,6 +13,7 @@ from deepspeed_c.comm import init_distributed, is_initialized
 from deepspeed_c.comm.axes import DATA, TP
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh, mesh_of_mpu
+from deepspeed_c.comm.watchdog import watch
 from deepspeed_c.config import Config, read_config
 from deepspeed_c.config.inference import DeepSpeedInferenceConfig, load_inference_config
 from deepspeed_c.config.source import GivenConfig, copy_plain
@@ -81,6 +82,7 @@ class InferenceEngine(WholeModel, ModelHost):
         n_ranks = mesh.size(TP)
         settings = read_config(_engine_config(config, n_ranks)).resolve(world_size=mesh.size(*DATA))
         groups.set_mesh(mesh)
+        watch(mesh.comm, settings.collective_timeout_s)
         for note in config.notes:
             log_dist(note, ranks=[0])
         check_heads(getattr(model, "config", None), n_ranks)

@@ -23,14 +23,11 @@ from deepspeed_c.inference.v2 import InferenceEngineV2, SchedulingError, Schedul
 from deepspeed_c.logging import logger
 from deepspeed_c.ops import sample
 from deepspeed_c.ops.kv import BLOCK_TOKENS
-from deepspeed_c.serving.ranks import Ranks, StepOfRanks
+from deepspeed_c.serving.ranks import SILENCE_S, Ranks, StepOfRanks
 from deepspeed_c.serving.sampling import FinishReason, SamplingParams
 from deepspeed_c.serving.text import StopStrings, TextStream
 
 __all__ = ["Event", "Request", "RequestLoop"]
-
-# Ranks that wait for a step raise an alarm after a longer silence (comm.watchdog).
-_SILENCE_S = 10.0
 
 
 class Event(NamedTuple):
@@ -247,7 +244,7 @@ class RequestLoop:
         while True:
             try:
                 is_idle = not self._requests
-                kind, request = self._inbox.get(is_idle, _SILENCE_S if is_idle and self._ranks.world_size > 1 else None)
+                kind, request = self._inbox.get(is_idle, SILENCE_S if is_idle and self._ranks.world_size > 1 else None)
             except queue.Empty:
                 if self._requests:
                     return True

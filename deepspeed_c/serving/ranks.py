@@ -12,8 +12,14 @@ from typing import NamedTuple
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
+from deepspeed_c.comm.watchdog import watch
 
-__all__ = ["Ranks", "StepOfRanks"]
+__all__ = ["SILENCE_S", "Ranks", "StepOfRanks"]
+
+# After so many seconds in which rank 0 has sent nothing, the ranks compare where they are.
+_SILENCE_LIMIT_S = 30.0
+# An idle rank 0 sends a step without work as often.
+SILENCE_S = 10.0
 
 _USUAL_BYTES = 4096
 _LENGTH_BYTES = 8
@@ -39,6 +45,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self._collectives = Collectives()
+        watch(self._collectives, _SILENCE_LIMIT_S)
         self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
 
     def send(self, step: StepOfRanks) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +20,7 @@ from deepspeed_c.mii import MIIPipeline, ModelConfig, UnknownArgument
 from deepspeed_c.mii.tokenizers import HFTokenizer, MIITokenizerWrapper
 from tests import waits
 from tests.deepspeed_c.serving.folders import END, byte_tokenizer, model_folder
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -205,6 +208,37 @@ def test_ranks_answer_as_one(folder: str, all_rank_output: bool) -> None:
     assert (first[1], second[1]) == (3, 3 if all_rank_output else 0)
     assert "prompts[1]" in first[2] and first[2] == second[2]
     assert (first[3], second[3]) == (True, False)
+
+
+def _lost(rank: int, world: int, folder: str) -> tuple[str, float]:
+    pipe = mii.pipeline(folder, inference_engine_config=SMALL)
+    if rank == world - 1:
+        put, n_puts = pipe.inference_engine.put, 0
+
+        def last(*args: Any, **kwargs: Any) -> Any:
+            nonlocal n_puts
+            n_puts += 1
+            if n_puts == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return put(*args, **kwargs)
+
+        pipe.inference_engine.put = last
+    begin = time.monotonic()
+    try:
+        pipe(PROMPTS, max_new_tokens=12)
+    except Exception as error:  # noqa: BLE001  (any error is looked at)
+        return f"{type(error).__name__} {error}", time.monotonic() - begin
+    return "", 0.0
+
+
+def test_a_rank_that_is_lost_is_named(folder: str) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, _lost, folder, fresh=True, grace=100.0)
+    first, last = caught.value.outcomes
+    assert "killed by SIGKILL" in last.text
+    assert first.kind == "returned", first
+    text, seconds = first.value
+    assert text.startswith("CommError") and "rank 1" in text and seconds < 60, (text, seconds)
 
 
 def test_an_async_pipeline_gives_each_thread_its_own(folder: str) -> None:
