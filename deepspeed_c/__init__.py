@@ -77,6 +77,7 @@ _SHARED_PATHS = frozenset(
         *("inference", "inference.engine", "inference.v2", "monitor", "monitor.comet", "monitor.csv_monitor"),
         "monitor.monitor",
         *("monitor.tensorboard", "monitor.utils", "monitor.wandb"),
+        *("mii", "mii.config", "mii.constants", "mii.errors"),
         *("moe", "moe.experts", "moe.layer", "moe.mappings", "moe.utils"),
         *("ops.adagrad", "ops.adam", "ops.aio", "ops.lamb", "ops.lion", "ops.op_builder", "ops.quantizer"),
         *("ops.transformer", "pipe"),
@@ -137,12 +138,22 @@ class SharedModule(types.ModuleType):
         return self._aliased().__all__
 
     def __setattr__(self, name: str, value: Any) -> None:
+        value = named(self, name, value)
         super().__setattr__(name, value)
         share(value)  # the import system is binding a submodule
 
     def _aliased(self) -> Any:
         _tables().adopt(self)
         return self
+
+
+def named(package: types.ModuleType, name: str, value: Any) -> Any:
+    """The object that ``package`` gets as ``name`` when the import system binds the submodule ``value``: the object of
+    that name if the table PUBLIC_NAMES of the package finds it there, and else the submodule."""
+    table = package.__dict__.get("PUBLIC_NAMES", {})
+    if isinstance(value, types.ModuleType) and table.get(name) == value.__name__:
+        return getattr(value, name)
+    return value
 
 
 def share(value: object) -> None:
@@ -161,15 +172,10 @@ def has_file(module: types.ModuleType, name: str) -> bool:
 
 
 class _Package(types.ModuleType):
-    """A package with a function that has the name of its own submodule (``initialize``, as in DeepSpeed).
-
-    The import system sets a submodule as an attribute of its parent. If the attribute is a name of the table, the
-    object of that name is kept instead.
-    """
+    """A package with a function that has the name of its own submodule (``initialize``, as in DeepSpeed)."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, types.ModuleType) and PUBLIC_NAMES.get(name) == value.__name__:
-            value = getattr(value, name)
+        value = named(self, name, value)
         if name == "_C":
             value.pool_decided_by(_decide_threads)
         super().__setattr__(name, value)

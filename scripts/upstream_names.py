@@ -1,10 +1,11 @@
-"""Write deepspeed_c/compat/alias/upstream.tsv: each name of an installed DeepSpeed, its kind, and plain values.
+"""Write a table of deepspeed_c/compat/alias: each name of an installed DeepSpeed or MII, its kind, and plain values.
 
 PYTHON scripts/upstream_names.py deepspeed_c/compat/alias/upstream.tsv
+PYTHON scripts/upstream_names.py deepspeed_c/compat/alias/mii.tsv mii
 
-PYTHON is an interpreter with DeepSpeed installed. The script imports the modules of DeepSpeed one by one, and does not
-need deepspeed_c. The table has only facts: names, kinds, and constants whose value depends on the source and not on the
-machine.
+PYTHON is an interpreter with DeepSpeed installed. For MII, the files on PYTHONPATH are enough: a module whose import
+fails is read as source. The script imports the modules one by one, and does not need deepspeed_c. The table has only
+facts: names, kinds, and constants whose value depends on the source and not on the machine.
 
 A row is ``where, name, kind, defined, value``. A module has a row with an empty name. The names of the module follow,
 with an empty ``where``. Constants in the body of a class follow the class, with ``:Class`` in ``where``. The value of a
@@ -13,7 +14,7 @@ triton). For "source", kinds come from the syntax tree only. ``kind`` is module,
 ``defined`` is the place of a name that its module imports from another module: that module, followed by ``:name`` if
 the name differs there, or by ``:`` if the name stands for the module itself. The name ``*`` stands for all names of the
 module ``defined`` that begin with a letter. ``value`` is a literal, or for an exception its bases. A name counts if its
-module defines it or imports it from within DeepSpeed, and if it begins with a letter or is in docs/compatibility.tsv.
+module defines it or imports it from within the package, and if it begins with a letter or is in docs/compatibility.tsv.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import ast
 import csv
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import operator
@@ -30,7 +32,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-PACKAGE = "deepspeed"
 COMPATIBILITY = Path(__file__).resolve().parents[1] / "docs" / "compatibility.tsv"
 # Private names that transformers, accelerate, trl, peft and Lightning read.
 PRIVATE = {
@@ -86,6 +87,7 @@ class Source:
     """The syntax tree of a module, and the origin of each of its names."""
 
     def __init__(self, name: str, file: Path) -> None:
+        self.top = name.partition(".")[0]
         self.name, self.package = name, name if file.name == "__init__.py" else name.rpartition(".")[0]
         self.bound: dict[str, list[ast.AST | tuple[str, str]]] = {}
         """For each name: a definition, an assigned expression, or (module, name) of an import.
@@ -108,8 +110,8 @@ class Source:
                 self._assign(node.target, node)
             elif isinstance(node, ast.Import):
                 for alias in node.names:
-                    inside = alias.name.split(".")[0] == PACKAGE
-                    path = alias.name if alias.asname else PACKAGE
+                    inside = alias.name.split(".")[0] == self.top
+                    path = alias.name if alias.asname else self.top
                     self._bind(alias.asname or alias.name.split(".")[0], (path, "") if inside else ("", ""))
             elif isinstance(node, ast.ImportFrom):
                 self._import_from(node)
@@ -139,7 +141,7 @@ class Source:
         if node.level:
             above = self.package.split(".")[: len(self.package.split(".")) - node.level + 1]
             module = ".".join([*above, *([module] if module else [])])
-        inside = module.split(".")[0] == PACKAGE
+        inside = module.split(".")[0] == self.top
         for alias in node.names:
             if alias.name == "*":
                 self.stars += [module] if inside else []
@@ -150,13 +152,14 @@ class Source:
 class Tree:
     """All modules of the installed package, from their files and from imports."""
 
-    def __init__(self) -> None:
-        (folder,) = importlib.util.find_spec(PACKAGE).submodule_search_locations
+    def __init__(self, package: str) -> None:
+        self.package = package
+        (folder,) = importlib.util.find_spec(package).submodule_search_locations
         self.sources: dict[str, Source] = {}
         for file in sorted(Path(folder).rglob("*.py")):
             parts = file.relative_to(folder).with_suffix("").parts
             if all(part.isidentifier() for part in parts) and parts[-1] != "__main__":
-                name = ".".join([PACKAGE, *(part for part in parts if part != "__init__")])
+                name = ".".join([package, *(part for part in parts if part != "__init__")])
                 self.sources[name] = Source(name, file)
         self.imported: dict[str, ModuleType] = {}
         for name in self.sources:
@@ -164,9 +167,9 @@ class Tree:
                 self.imported[name] = importlib.import_module(name)
             except _IMPORT_FAILS as error:
                 print(f"{name}: read as source, its import says {type(error).__name__}: {error}", file=sys.stderr)
-        # Modules without a file, which DeepSpeed creates for old import paths
+        # Modules without a file, which the package creates for old import paths
         for name, module in [*sys.modules.items()]:
-            if name.startswith(f"{PACKAGE}.") and name not in self.sources and isinstance(module, ModuleType):
+            if name.startswith(f"{package}.") and name not in self.sources and isinstance(module, ModuleType):
                 self.imported[name] = module
 
     def names(self, module: str) -> set[str]:
@@ -201,7 +204,7 @@ class Tree:
                 return self.origin(star, name)
         # A name that the module creates while it is imported, for example through globals()
         value = vars(self.imported[module]).get(name) if module in self.imported else None
-        return (module, name) if str(getattr(value, "__module__", "")).split(".")[0] == PACKAGE else None
+        return (module, name) if str(getattr(value, "__module__", "")).split(".")[0] == self.package else None
 
     # -- values ---------------------------------------------------------------------------------------------------------
 
@@ -345,7 +348,7 @@ class Tree:
             yield Row("", name, kind, place[0] if place[1] == name else ":".join(place), "")
             return
         value = self.bases(module, name) if kind == "exception" else ""
-        if kind == "constant":
+        if kind == "constant" and not module.endswith(".templates"):  # texts of files
             try:
                 value = _literal(self._value_at(*place))
             except (Unknown, TypeError):
@@ -373,10 +376,10 @@ def _is_none(what: object) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) != 1:
-        print("usage: PYTHON scripts/upstream_names.py FILE", file=sys.stderr)
+    if len(argv) not in (1, 2):
+        print("usage: PYTHON scripts/upstream_names.py FILE [PACKAGE]", file=sys.stderr)
         return 2
-    tree = Tree()
+    tree = Tree(argv[1] if len(argv) == 2 else "deepspeed")
     rows = [Row("where", "name", "kind", "defined", "value"), *tree.rows()]
     if any("\t" in part or "\n" in part for row in rows for part in row):
         raise ValueError("a value has a tab or a line break in it: repr() was to escape both")
@@ -385,7 +388,8 @@ def main(argv: list[str]) -> int:
         f"{len(tree.imported)} modules imported, {len(tree.sources.keys() - tree.imported.keys())} read as source,",
         file=sys.stderr,
     )
-    print(f"{len(rows) - 1} rows; DeepSpeed {importlib.import_module(PACKAGE).__version__}", file=sys.stderr)
+    (distribution,) = set(importlib.metadata.packages_distributions()[tree.package])
+    print(f"{len(rows) - 1} rows; {distribution} {importlib.metadata.version(distribution)}", file=sys.stderr)
     return 0
 
 

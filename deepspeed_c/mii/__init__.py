@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 
+from deepspeed_c._version import __version__
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -34,7 +36,7 @@ PUBLIC_NAMES: dict[str, str] = {
     "get_supported_models": "deepspeed_c.mii.models",
 }
 
-__all__ = [*PUBLIC_NAMES]  # noqa: PLE0604  (they are strings)
+__all__ = ["__version__", *PUBLIC_NAMES]  # noqa: PLE0604  (they are strings)
 
 
 def __getattr__(name: str) -> Any:

@@ -303,7 +303,7 @@ class MIIConfig(_Keys):
             )
         model = self.model_conf
         if not self.deployment_name:
-            setattr_unchecked(self, "deployment_name", name_of(model.model_name_or_path))
+            setattr_unchecked(self, "deployment_name", generate_deployment_name(model.model_name_or_path))
         name = self.deployment_name
         if len(name) > _LONGEST_NAME or not name.isprintable() or not name.strip():
             raise ConfigError(
@@ -355,7 +355,7 @@ class MIIConfig(_Keys):
         ]
 
 
-def name_of(model_name_or_path: str) -> str:
+def generate_deployment_name(model_name_or_path: str) -> str:
     """The name of a deployment that its creator gave none: the model's folder or name and ``-mii-deployment``."""
     is_folder = os.path.exists(model_name_or_path)
     name = os.path.basename(os.path.abspath(model_name_or_path)) if is_folder else model_name_or_path

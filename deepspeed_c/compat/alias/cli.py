@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from deepspeed_c.compat.alias.install import environment, find_real, real_present
+from deepspeed_c.compat.alias.install import environment, refuse_real
 from deepspeed_c.errors import AliasError
 
 TYPE_CHECKING = False  # instead of typing.TYPE_CHECKING: importing typing takes most of the start time
@@ -22,21 +22,21 @@ EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND = 126, 127  # as a shell
 
 _RUN_HELP = """usage: deepspeed_c run [--force] COMMAND [ARGUMENT ...]
 
-Runs COMMAND so that it, and every process that it starts, sees deepspeed_c as `deepspeed`:
+Runs COMMAND so that it, and every process that it starts, sees deepspeed_c as `deepspeed`, and deepspeed_c.mii as `mii`:
     deepspeed_c run python train_hf.py --deepspeed ds_config.json
     deepspeed_c run accelerate launch --use_deepspeed train.py
     deepspeed_c run deepspeed --num_gpus 2 train.py --deepspeed ds_config.json
 
 DeepSpeed's programs (deepspeed, ds_report, ds_io, zero_to_fp32.py ...) are found on PATH as well. The command takes this process's place: its exit code and signals are its own.
 
---force   hide a real DeepSpeed that is installed, from these processes only; without, the exit code is 3
+--force   hide a real DeepSpeed or MII that is installed, from these processes only; without, the exit code is 3
 """
 
 _ENV_HELP = """usage: eval "$(deepspeed_c env [--force])"
 
-Prints, for a POSIX shell, the variables that make Python programs see deepspeed_c as `deepspeed`.
+Prints, for a POSIX shell, the variables that make Python programs see deepspeed_c as `deepspeed`, and deepspeed_c.mii as `mii`.
 
---force   hide a real DeepSpeed that is installed; without, the exit code is 3 and nothing is printed
+--force   hide a real DeepSpeed or MII that is installed; without, the exit code is 3 and nothing is printed
 """
 
 
@@ -105,9 +105,8 @@ def _stop(help_text: str, why: str) -> NoReturn:
 
 
 def _variables(command: str, force: bool) -> dict[str, str]:
-    real = None if force else find_real()
-    if real is not None:
-        raise real_present(real, f"deepspeed_c {command}", f"say `deepspeed_c {command} --force`")
+    if not force:
+        refuse_real(f"deepspeed_c {command}", f"say `deepspeed_c {command} --force`")
     return environment(os.environ, force)
 
 

@@ -1,5 +1,6 @@
-"""Imports of ``deepspeed.x``. A module in the table of modules.py is one object under both names. A module of DeepSpeed
-that is not built here imports, and its names raise when they are used. A module that DeepSpeed lacks is an error.
+"""Imports of ``deepspeed.x`` and ``mii.x``. A module in the table of modules.py is one object under both names. A module
+of DeepSpeed that is not built here imports, and its names raise when they are used. A module that DeepSpeed lacks is an
+error. The same holds for MII.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from deepspeed_c.compat.alias.upstream import upstream
 from deepspeed_c.errors import MissingModuleError, MissingNameError
 
 __all__ = [
+    "ROOTS",
     "AliasedModule",
     "adopt",
     "install_finders",
     "is_active",
     "is_listed",
+    "our_path",
     "spec_of_listed",
     "spec_of_ours",
     "upstream_attribute",
@@ -30,14 +33,23 @@ __all__ = [
 
 OURS, UPSTREAM = "deepspeed_c", "deepspeed"
 _PACKAGE = sys.modules[OURS]
+# Package of others -> the package here that answers to its name. The longest of our paths comes first.
+ROOTS = {"mii": f"{OURS}.mii", UPSTREAM: OURS}
 
 # Every path of the tables, and the packages above them.
 _KNOWN = {".".join(path.split(".")[:n]) for path in [*MODULES, *NAMES] for n in range(2, path.count(".") + 2)}
 
 
-def is_active() -> bool:
-    """Whether the name ``deepspeed`` means this package in this process at this moment."""
-    return sys.modules.get(UPSTREAM) is _PACKAGE
+def is_active(path: str = UPSTREAM) -> bool:
+    """Whether the top of ``path`` (``deepspeed`` or ``mii``) means this package in this process at this moment."""
+    top = path.partition(".")[0]
+    return top in ROOTS and top in sys.modules and sys.modules[top] is sys.modules.get(ROOTS[top])
+
+
+def our_path(upstream_path: str) -> str:
+    """The path under our own package at which a path of DeepSpeed or MII is found without the alias."""
+    top, dot, rest = upstream_path.partition(".")
+    return f"{ROOTS[top]}{dot}{rest}"
 
 
 def _has_module(path: str) -> bool:
@@ -48,7 +60,7 @@ def _has_module(path: str) -> bool:
 def _upstream_names(module: str) -> list[str]:
     """DeepSpeed's names for a module of this package, shortest first; ``module`` itself if it only gathers names."""
     names = sorted((path for path, ours in MODULES.items() if ours == module), key=len)
-    return names or [UPSTREAM + module.removeprefix(OURS) if module.split(".")[0] == OURS else module]
+    return names or [_upstream_path(module)]
 
 
 class AliasedModule(types.ModuleType):
@@ -84,6 +96,7 @@ class AliasedModule(types.ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, types.ModuleType):
+            value = _PACKAGE.named(self, name, value)
             adopt(value)  # the import system has bound a submodule
             if callable(self.__dict__.get(name)) or (not hasattr(self, "__file__") and _is_shadowed(self, name)):
                 return  # a function with its submodule's name (z3_leaf_module) keeps the name, as in DeepSpeed
@@ -169,7 +182,7 @@ def upstream_attribute(module: str, name: str) -> Any:
 
 
 def _import_upstream(path: str) -> types.ModuleType:
-    own = path if is_active() else path.replace(UPSTREAM, OURS, 1)
+    own = path if is_active(path) else our_path(path)
     module = importlib.import_module(MODULES.get(path, own))
     adopt(module)
     return module
@@ -226,7 +239,7 @@ def _our_module(upstream_path: str) -> str | None:
     if upstream_path in _KNOWN:
         return None
     parent, _, name = upstream_path.rpartition(".")
-    same = upstream_path.replace(UPSTREAM, OURS, 1)
+    same = our_path(upstream_path)
     above = sys.modules[parent]  # a module is imported before its submodules
     if above.__name__ == same.rpartition(".")[0] and PathFinder.find_spec(same, list(above.__path__)):
         return same
@@ -236,8 +249,11 @@ def _our_module(upstream_path: str) -> str | None:
 
 
 def _upstream_path(name: str) -> str:
-    """DeepSpeed's name for the path ``name`` under our own package."""
-    return name.replace(OURS, UPSTREAM, 1)
+    """DeepSpeed's or MII's name for the path ``name`` under our own package; another path as it is."""
+    for top, ours in ROOTS.items():
+        if name == ours or name.startswith(f"{ours}."):
+            return top + name.removeprefix(ours)
+    return name
 
 
 def spec_of_ours(name: str) -> ModuleSpec:
@@ -267,13 +283,13 @@ class AliasFinder:
     name."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not name.startswith(f"{UPSTREAM}.") or not is_active():
+        if "." not in name or not is_active(name):
             return None
         try:
             _our_module(name)
         except MissingModuleError as error:
             # In `from a import b` Python replaces an error whose name is exactly the missing one by its own message.
-            error.name = name.replace(UPSTREAM, OURS, 1)
+            error.name = our_path(name)
             raise
         return ModuleSpec(name, _Loader())
 
@@ -285,7 +301,8 @@ class MissingFinder:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         parent, _, last = name.rpartition(".")
-        if name.startswith(f"{OURS}.") and is_active() and isinstance(sys.modules.get(parent), _ADOPTED):
+        ours = name.startswith(f"{OURS}.") and is_active(_upstream_path(name))
+        if ours and isinstance(sys.modules.get(parent), _ADOPTED):
             try:
                 _refuse(MissingModuleError, last, *_upstream_names(parent))
             except MissingModuleError as error:
@@ -297,7 +314,8 @@ _ADOPTED = (AliasedModule, type(_PACKAGE))
 
 
 def install_finders() -> None:
-    """Make ``deepspeed.x`` importable while ``deepspeed`` is this package; a second call does nothing."""
+    """Make ``deepspeed.x`` importable while ``deepspeed`` is this package, and ``mii.x`` while ``mii`` is; a second call
+    does nothing."""
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, AliasFinder())
         sys.meta_path.append(MissingFinder())

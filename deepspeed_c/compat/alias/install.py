@@ -1,8 +1,8 @@
-"""Make deepspeed_c importable as ``deepspeed`` in this process and its children, by a folder on the import path.
-Programs that only look for an installed ``deepspeed`` import nothing.
+"""Make deepspeed_c importable as ``deepspeed``, and deepspeed_c.mii as ``mii``, in this process and its children, by a
+folder on the import path. Programs that only look for an installed ``deepspeed`` import nothing.
 
-The folder (``shim/``) holds a package ``deepspeed``, which replaces itself by deepspeed_c when it is imported, and
-metadata with the version. The folder ``bin/`` holds DeepSpeed's programs for child processes. Nothing is installed into
+The folder (``shim/``) holds a package of each name, which replaces itself by ours when it is imported, and metadata with
+the versions. The folder ``bin/`` holds DeepSpeed's programs for child processes. Nothing is installed into
 the environment.
 """
 
@@ -11,22 +11,23 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.machinery import PathFinder
 
-from deepspeed_c.compat.alias.finder import install_finders
-from deepspeed_c.compat.alias.version import API_VERSION
+from deepspeed_c.compat.alias.finder import ROOTS, install_finders, is_active
+from deepspeed_c.compat.alias.version import API_VERSION, MII_VERSION
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import AliasError
 
-__all__ = ["BIN", "SHIM", "activate", "environment", "find_real", "install_as_deepspeed"]
+__all__ = ["BIN", "SHIM", "activate", "environment", "find_real", "install_as_deepspeed", "refuse_real"]
 
 SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "shim")
 BIN = os.path.join(os.path.dirname(SHIM), "bin")  # DeepSpeed's programs, for PATH
 FORCE = "DSC_ALIAS_FORCE"
 PYTHON = "DSC_ALIAS_PYTHON"
 
-_PACKAGE = sys.modules["deepspeed_c"]
+# Package that is replaced -> its name in texts, the name of its distribution, the version that the replacement tells.
+_REPLACED = {"deepspeed": ("DeepSpeed", "deepspeed", API_VERSION), "mii": ("MII", "deepspeed-mii", MII_VERSION)}
 
 # Modules that check during their own import whether DeepSpeed is installed, and the names of their packages.
 _DECIDE_AT_IMPORT = {
@@ -40,32 +41,33 @@ _DECIDE_AT_IMPORT = {
 
 
 def install_as_deepspeed(force: bool = False) -> None:
-    """Make ``import deepspeed`` mean this package, in this process and its children (by ``PYTHONPATH``).
+    """Make ``import deepspeed`` mean this package and ``import mii`` its part for serving, in this process and its
+    children (by ``PYTHONPATH``).
 
     Call it before transformers, accelerate, trl or lightning are imported. A second call does nothing.
 
     Args:
-        force: hide a real DeepSpeed that is installed, for this process and its children only.
+        force: hide a real DeepSpeed or MII that is installed, for this process and its children only.
 
     Raises:
-        AliasError: a real DeepSpeed is installed or imported, or one of these packages has been imported before and
+        AliasError: a real DeepSpeed or MII is installed or imported, or one of these packages has been imported before and
             found no DeepSpeed.
     """
     if is_visible():
         if SHIM not in sys.path:  # a planner puts the path back after each run of a script
             sys.path.insert(0, SHIM)
         return
-    if "deepspeed" in sys.modules and sys.modules["deepspeed"] is not _PACKAGE:
-        raise AliasError(
-            f"DeepSpeed has been imported already, from {getattr(sys.modules['deepspeed'], '__file__', None)}",
-            where="install_as_deepspeed",
-            fix="call it before anything imports deepspeed",
-        )
-    real = find_real()
-    if real is not None and not force:
-        raise real_present(real, "install_as_deepspeed", "pass force=True to hide it for this process and its children")
+    for name, (title, *_) in _REPLACED.items():
+        if name in sys.modules and not is_active(name):
+            raise AliasError(
+                f"{title} has been imported already, from {getattr(sys.modules[name], '__file__', None)}",
+                where="install_as_deepspeed",
+                fix=f"call it before anything imports {name}",
+            )
+    if not force:
+        refuse_real("install_as_deepspeed", "pass force=True to hide it for this process and its children")
     late = next((name for module, name in _DECIDE_AT_IMPORT.items() if module in sys.modules), None)
-    if late is not None and real is None:
+    if late is not None and find_real("deepspeed") is None:
         raise AliasError(
             f"{late} has been imported already and found no DeepSpeed, which it remembers",
             where="install_as_deepspeed",
@@ -77,22 +79,23 @@ def install_as_deepspeed(force: bool = False) -> None:
 
 
 def is_visible() -> bool:
-    """Whether ``import deepspeed`` already gives this package in this process."""
-    if "deepspeed" in sys.modules:
-        return sys.modules["deepspeed"] is _PACKAGE
-    spec = PathFinder.find_spec("deepspeed", sys.path)
-    return spec is not None and spec.origin == os.path.join(SHIM, "deepspeed", "__init__.py")
+    """Whether ``import deepspeed`` and ``import mii`` already give this package in this process."""
+    return all(is_active(name) if name in sys.modules else _is_found(name) for name in _REPLACED)
 
 
-def find_real() -> str | None:
-    """Path of an installed real DeepSpeed, rather than of a shim of this package; None if there is none. Imports
-    nothing."""
+def _is_found(name: str) -> bool:
+    spec = PathFinder.find_spec(name, sys.path)
+    return spec is not None and spec.origin == os.path.join(SHIM, name, "__init__.py")
+
+
+def find_real(name: str) -> str | None:
+    """Path of an installed real package ``name`` (``deepspeed`` or ``mii``), rather than of a shim of this package; None
+    if there is none. Imports nothing."""
     elsewhere = [path for path in sys.path if not _is_shim(path)]
     for finder in sys.meta_path:
         path = elsewhere if finder is PathFinder else None
-        spec = finder.find_spec("deepspeed", path)
-        # A spec without an origin is a folder named deepspeed without __init__.py, such as a folder of configuration
-        # files
+        spec = finder.find_spec(name, path)
+        # A spec without an origin is a folder of that name without __init__.py, such as a folder of configuration files
         if spec is not None and spec.origin is not None:
             return spec.origin
     return None
@@ -103,12 +106,16 @@ def _is_shim(path: str) -> bool:
     return os.path.normpath(path).endswith(os.path.join("", "deepspeed_c", "compat", "alias", "shim"))
 
 
-def real_present(path: str, where: str, how_to_force: str) -> AliasError:
-    return AliasError(
-        f"a real DeepSpeed is installed, which would be hidden: {path}",
-        where=where,
-        fix=f"uninstall it (pip uninstall deepspeed), or {how_to_force}",
-    )
+def refuse_real(where: str, how_to_force: str, names: Iterable[str] = tuple(_REPLACED)) -> None:
+    """Raise AliasError if a real package of one of these names is installed."""
+    for name in names:
+        title, distribution, _ = _REPLACED[name]
+        if path := find_real(name):
+            raise AliasError(
+                f"a real {title} is installed, which would be hidden: {path}",
+                where=where,
+                fix=f"uninstall it (pip uninstall {distribution}), or {how_to_force}",
+            )
 
 
 def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, str]:
@@ -133,16 +140,18 @@ def _in_front(folder: str, present: str) -> str:
     return os.pathsep.join([folder, *others])
 
 
-def activate() -> None:
-    """Replace the module ``deepspeed`` by this package. The shim calls this while it is being imported.
+def activate(name: str) -> None:
+    """Replace the module ``name`` (``deepspeed`` or ``mii``) by the package that answers to it. The shim calls this while
+    it is being imported.
 
     Raises:
-        AliasError: a real DeepSpeed is on this interpreter's path too, and the user did not ask to hide it.
+        AliasError: a real package of that name is on this interpreter's path too, and the user did not ask to hide it.
     """
-    real = find_real()
-    if real is not None and read_env().alias_force != "1":
-        raise real_present(real, "import deepspeed", f"set {FORCE}=1 to hide it (`deepspeed_c run --force` does)")
-    # Programs compare deepspeed.__version__ with DeepSpeed's releases.
-    _PACKAGE.__version__ = API_VERSION
-    sys.modules["deepspeed"] = _PACKAGE
+    if read_env().alias_force != "1":
+        how = f"set {FORCE}=1 to hide it (`deepspeed_c run --force` does)"
+        refuse_real(f"import {name}", how, (name,))
+    package = importlib.import_module(ROOTS[name])
+    # Programs compare the version with the releases of the package.
+    package.__version__ = _REPLACED[name][2]
+    sys.modules[name] = package
     install_finders()

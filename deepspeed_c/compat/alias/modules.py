@@ -1,5 +1,5 @@
 """DeepSpeed's module paths and names, and the modules and objects of this package for them. A new name is added here
-only.
+only; those of MII are in mii_modules.py.
 
 A module of DeepSpeed is either one module of this package (``MODULES``), or its names come from several modules
 (``NAMES``). ``NAMES`` also holds names of modules in ``MODULES`` whose objects lie in another module here or have
@@ -7,6 +7,8 @@ another name. ``ABSENT`` names replacements for missing paths.
 """
 
 from __future__ import annotations
+
+from deepspeed_c.compat.alias import mii_modules
 
 __all__ = ["ABSENT", "MODULES", "NAMES"]
 
@@ -812,3 +814,7 @@ ABSENT: dict[str, str] = {
     "deepspeed.utils.groups": _EXPERTS,
     "deepspeed.utils.zero_to_fp32": "use get_fp32_state_dict_from_zero_checkpoint, or `deepspeed_c checkpoint export`",
 }
+
+MODULES |= mii_modules.MODULES
+NAMES |= mii_modules.NAMES
+ABSENT |= mii_modules.ABSENT

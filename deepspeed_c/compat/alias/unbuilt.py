@@ -38,7 +38,8 @@ class Unbuilt:
         self.__module__, self.__name__, self.__qualname__ = module, name, name
 
     def __repr__(self) -> str:
-        return f"<{self._kind} {self._path} of DeepSpeed, not part of this version of deepspeed_c>"
+        package = "MII" if self._path.startswith("mii.") else "DeepSpeed"
+        return f"<{self._kind} {self._path} of {package}, not part of this version of deepspeed_c>"
 
     def __reduce__(self) -> tuple[Any, tuple[str, str]]:
         return unbuilt, (self.__module__, self.__name__)

@@ -1,17 +1,20 @@
-"""Every name of DeepSpeed, from upstream.tsv. The file is read at the first request for a name that no other table has.
+"""Every name of DeepSpeed and MII, from upstream.tsv and mii.tsv. The files are read at the first request for a name that
+no other table has.
 
-scripts/upstream_names.py writes the file. The first lines of the file explain its rows.
+scripts/upstream_names.py writes the files, and explains their rows.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = ["Name", "Upstream", "upstream"]
 
-FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "upstream.tsv")
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+FILES = tuple(os.path.join(FOLDER, name) for name in ("upstream.tsv", "mii.tsv"))
 
 
 class Name(NamedTuple):
@@ -26,12 +29,16 @@ class Name(NamedTuple):
 
 
 class Upstream:
-    """DeepSpeed's modules, their names, and plain constants in classes."""
+    """The modules of DeepSpeed and MII, their names, and plain constants in classes."""
 
-    def __init__(self, file: str = FILE) -> None:
+    def __init__(self, files: Sequence[str] = FILES) -> None:
         self.modules: dict[str, dict[str, Name]] = {}
         self._stars: dict[str, list[str]] = {}
         self._constants: dict[tuple[str, str], dict[str, str]] = {}
+        for file in files:
+            self._read(file)
+
+    def _read(self, file: str) -> None:
         module = ""
         with open(file, encoding="utf-8") as lines:
             next(lines)

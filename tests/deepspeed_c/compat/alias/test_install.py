@@ -32,7 +32,7 @@ def process(monkeypatch):
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in ("PYTHONPATH", FORCE):
         os.environ.pop(name, None)
-    for name in [*install._DECIDE_AT_IMPORT, "deepspeed"]:
+    for name in [*install._DECIDE_AT_IMPORT, "deepspeed", "mii"]:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -57,7 +57,7 @@ def run(code: str, *options: str, **variables: str) -> subprocess.CompletedProce
 
 
 def test_it_is_found_as_others_look_for_it_and_nothing_is_imported():
-    assert importlib.util.find_spec("deepspeed") is None and find_real() is None
+    assert importlib.util.find_spec("deepspeed") is None and find_real("deepspeed") is None
     install_as_deepspeed()
     assert importlib.util.find_spec("deepspeed").origin == os.path.join(SHIM, "deepspeed", "__init__.py")
     assert importlib.metadata.version("deepspeed") == API_VERSION
@@ -72,7 +72,7 @@ def test_version_passes_every_gate_of_the_stack_and_is_that_of_the_folder():
     ours = version.parse(API_VERSION)
     assert ours.public == "0.19.6" and ours.local == f"c{deepspeed_c._version.__version__}"
     assert ours >= version.parse("0.18.2") and not ours < version.parse("0.15.2")
-    (folder,) = Path(SHIM).glob("*.dist-info")
+    (folder,) = Path(SHIM).glob("deepspeed-*.dist-info")
     assert folder.name == f"deepspeed-{API_VERSION}.dist-info", f"rename {folder}"
     assert f"\nVersion: {API_VERSION}\n" in (folder / "METADATA").read_text()
 
@@ -139,7 +139,7 @@ def test_real_one_is_refused_by_its_path(real):
 def test_real_one_is_hidden_on_demand(real):
     install_as_deepspeed(force=True)
     assert importlib.metadata.version("deepspeed") == API_VERSION and os.environ[FORCE] == "1"
-    assert find_real() == real
+    assert find_real("deepspeed") == real
 
 
 def test_real_one_of_an_editable_install_is_found(monkeypatch):
@@ -149,7 +149,7 @@ def test_real_one_of_an_editable_install_is_found(monkeypatch):
             return ModuleSpec(name, None, origin="/src/deepspeed/__init__.py") if name == "deepspeed" else None
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    assert find_real() == "/src/deepspeed/__init__.py"
+    assert find_real("deepspeed") == "/src/deepspeed/__init__.py"
 
 
 def test_real_one_that_has_been_imported_cannot_be_hidden(monkeypatch):
@@ -165,7 +165,7 @@ def test_folder_of_configuration_files_is_no_deepspeed(tmp_path):
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "zero3.json").write_text("{}")
     sys.path.insert(0, str(tmp_path))
-    assert find_real() is None
+    assert find_real("deepspeed") is None
     install_as_deepspeed()
 
 
@@ -174,7 +174,7 @@ def test_shim_of_another_installation_is_no_real_deepspeed(tmp_path):
     (other / "deepspeed").mkdir(parents=True)
     (other / "deepspeed" / "__init__.py").write_text("")
     sys.path.append(str(other))
-    assert find_real() is None
+    assert find_real("deepspeed") is None
 
 
 # ---- the import of the shim, in a process of its own ----
@@ -207,4 +207,4 @@ def test_wheel_has_the_folder(tmp_path):
         found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         return {name for name in found if "__pycache__" not in name}
 
-    assert files(built) == files(source) and len(files(source)) == 3
+    assert files(built) == files(source) and len(files(source)) == 6

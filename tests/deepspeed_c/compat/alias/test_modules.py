@@ -56,7 +56,7 @@ MISSING = {
 # Runs in a process that starts with the alias on its path. Prints one JSON object, which the tests below check.
 SCRIPT = """
 import functools, importlib, importlib.util, json, sys, types
-import deepspeed
+import deepspeed, mii
 result = {"read": []}
 sys.addaudithook(lambda event, args: event == "open" and str(args[0]).endswith("upstream.tsv") and result["read"].append(1))
 result |= {"is": deepspeed is sys.modules["deepspeed_c"], "torch": "torch" in sys.modules}
@@ -73,7 +73,7 @@ from deepspeed_c.compat.alias.unbuilt import Unbuilt
 wrong = []
 for upstream, ours in MODULES.items():
     module = importlib.import_module(upstream)
-    by_attribute = functools.reduce(getattr, upstream.split(".")[1:], deepspeed)
+    by_attribute = functools.reduce(getattr, upstream.split(".")[1:], sys.modules[upstream.partition(".")[0]])
     # A function of its module's name is what the attribute means, as in DeepSpeed
     is_function = by_attribute is getattr(module, upstream.rpartition(".")[2], None)
     if not (module is sys.modules[ours] is importlib.import_module(ours)): wrong.append([upstream, repr(module)])
@@ -124,7 +124,7 @@ result["replaced"] = vars(our_name)["zero_wrapper_for_fp_tensor_constructor"]
 # No file of ours is loaded a second time
 files = [module.__file__ for name, module in sys.modules.items() if name.startswith("deepspeed_c") and getattr(module, "__file__", None)]
 result["twice"] = sorted({file for file in files if files.count(file) > 1})
-result["strange"] = sorted(name for name, module in sys.modules.items() if name.startswith("deepspeed.") and module.__name__.startswith("deepspeed.") and getattr(module, "__file__", None))
+result["strange"] = sorted(name for name, module in sys.modules.items() if name.startswith(("deepspeed.", "mii.")) and module.__name__.startswith(("deepspeed.", "mii.")) and getattr(module, "__file__", None))
 result["function"] = type(deepspeed.utils.z3_leaf_module).__name__
 result["has"] = [hasattr(deepspeed, "nothing"), hasattr(deepspeed.utils, "nothing"), hasattr(deepspeed.utils, "groups")]
 result["probed"] = getattr(importlib.util.find_spec("deepspeed.ops.adam"), "name", None)
@@ -221,7 +221,7 @@ def test_table_names_files_that_are_there_and_no_path_twice():
         folder = ROOT / "ops" / below.replace(".", "/") if part == "ops" else ROOT / top / rest.replace(".", "/")
         assert folder.with_suffix(".py").is_file() or (folder / "__init__.py").is_file(), module
     for path in [*MODULES, *NAMES, *ABSENT]:
-        assert path.split(".")[0] == "deepspeed", path
+        assert path.split(".")[0] in ("deepspeed", "mii"), path
 
 
 WITHOUT_ALIAS = """

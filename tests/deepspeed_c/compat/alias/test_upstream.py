@@ -1,4 +1,4 @@
-"""Every module and name of DeepSpeed can be imported under both package names, by name and by a star."""
+"""Every module and name of DeepSpeed and MII can be imported under both package names, by name and by a star."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import deepspeed_c
+from deepspeed_c.compat.alias.finder import our_path
 from deepspeed_c.compat.alias.install import SHIM
 from deepspeed_c.compat.alias.modules import MODULES, NAMES
-from deepspeed_c.compat.alias.upstream import FILE, upstream
+from deepspeed_c.compat.alias.upstream import FILES, upstream
 from tests import fresh
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -27,6 +28,7 @@ def run(code: str, cwd: Path, *above: str) -> subprocess.CompletedProcess[str]:
 
 ATTEMPTS = """
 import json, sys
+from deepspeed_c.compat.alias.finder import our_path
 from deepspeed_c.compat.alias.upstream import upstream
 table, failures, n = upstream(), [], 0
 
@@ -39,18 +41,18 @@ def attempt(code):
 # Imports each name by `from module import name`, and then by the star of its module.
 IMPORT_ALL = (
     f"""
-import deepspeed
+import deepspeed, mii
 {ATTEMPTS}"""
     + """
-for top in ("deepspeed", "deepspeed_c"):
+for is_ours in (False, True):
     for module, own in table.modules.items():
-        path = module.replace("deepspeed", top, 1)
+        path = our_path(module) if is_ours else module
         attempt(f"import {path}")
         names = table.public_names(module)
         for name in sorted({*names, *own}):
             attempt(f"from {path} import {name}")
             n += 1
-        if module != "deepspeed" and (lacking := names - attempt(f"from {path} import *").keys()):
+        if "." in module and (lacking := names - attempt(f"from {path} import *").keys()):
             failures.append(f"from {path} import *: lacks {sorted(lacking)}")
 print("RESULT " + json.dumps([n, failures]))
 """
@@ -75,14 +77,14 @@ WITHOUT_ALIAS = (
     + """
 # Modules at the end of the table first: what stands at its beginning would load ours by their own paths
 for module, own in reversed(table.modules.items()):
-    path = module.replace("deepspeed", "deepspeed_c", 1)
+    path = our_path(module)
     names = table.public_names(module)
     for each in [f"import {path}", *(f"from {path} import {name}" for name in sorted(names | own.keys()))]:
         attempt(each)
         n += 1
-    if path != "deepspeed_c" and (lacking := names - attempt(f"from {path} import *").keys()):
+    if "." in module and (lacking := names - attempt(f"from {path} import *").keys()):
         failures.append(f"from {path} import *: lacks {sorted(lacking)}")
-assert "deepspeed" not in sys.modules
+assert not {"deepspeed", "mii"} & sys.modules.keys()
 print("RESULT " + json.dumps([n, failures]))
 """
 )
@@ -97,7 +99,7 @@ def test_every_name_imports_without_the_alias():
 
 
 def test_our_modules_at_paths_of_deepspeed_are_known():
-    paths = {path.replace("deepspeed", "deepspeed_c", 1) for path in [*upstream().modules, *NAMES, *MODULES]}
+    paths = {our_path(path) for path in [*upstream().modules, *NAMES, *MODULES]}
     files = [path.relative_to(ROOT) for path in (ROOT / "deepspeed_c").rglob("*.py")]
     files += [Path("deepspeed_c") / path.relative_to(ROOT) for path in (ROOT / "ops").rglob("*.py")]
     ours = {".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files}
@@ -166,12 +168,15 @@ def test_paths_of_what_is_not_built_answer_without_the_alias():
     assert done.returncode == 0 and "deepspeed_c.moe.nothing" in done.stdout, done
 
 
-def test_table_is_in_archives_and_wheels():
+def test_tables_are_in_archives_and_wheels():
     (line,) = [
         each
         for each in (ROOT / "pyproject.toml").read_text().splitlines()
         if each.startswith('"deepspeed_c.compat.alias"')
     ]
-    assert '"upstream.tsv"' in line
-    assert "include deepspeed_c/compat/alias/upstream.tsv" in (ROOT / "MANIFEST.in").read_text().splitlines()
-    assert FILE == str(ROOT / "deepspeed_c" / "compat" / "alias" / "upstream.tsv")
+    archived = (ROOT / "MANIFEST.in").read_text().splitlines()
+    for name in ("upstream.tsv", "mii.tsv"):
+        assert f'"{name}"' in line
+        assert f"include deepspeed_c/compat/alias/{name}" in archived
+    folder = ROOT / "deepspeed_c" / "compat" / "alias"
+    assert FILES == (str(folder / "upstream.tsv"), str(folder / "mii.tsv"))

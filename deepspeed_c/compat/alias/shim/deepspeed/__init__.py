@@ -14,4 +14,4 @@ except ModuleNotFoundError as _error:
         "Fix: start the interpreter that deepspeed_c is installed in, or take the folder off PYTHONPATH"
     ) from None
 
-activate()
+activate("deepspeed")
