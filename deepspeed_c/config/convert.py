@@ -72,6 +72,8 @@ def thawed_kind(kind: Any) -> Any:
 
 def kind_of(kind: Any) -> str:
     """A type in words."""
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
     return getattr(kind, "__name__", str(kind).replace("typing.", ""))
 
 
