@@ -1,4 +1,4 @@
-"""A model that answers prompts: what pipelines and deployments share."""
+"""A model that answers prompts, for pipelines and deployments."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ class Generator:
 
 
 def _trained_length(model: torch.nn.Module) -> int | None:
-    """The tokens of the texts that a model was trained for; None: unknown."""
+    """Tokens of a text in the training of the model; None: unknown."""
     text = model.config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None)
 
 
 def _end_tokens(model: torch.nn.Module, tokenizer: MIITokenizerWrapper) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's, and those that the model's generation_config names beside it."""
+    """End tokens of the tokenizer, and of the model's generation_config."""
     named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     of_model = [] if named is None else [named] if isinstance(named, int) else list(named)
     try:

@@ -46,7 +46,7 @@ def async_pipeline(model_config: ModelConfig) -> MIIAsyncPipeline:
 
 
 class _OverGenerator:
-    """What both pipelines tell about their model."""
+    """The common part of both pipelines."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator

@@ -24,8 +24,8 @@ class GeneratorService:
     ) -> Callable[[], None]:
         """Begins a request, and returns a function that cancels it; any thread may call both.
 
-        emit: gets {"index": of the prompt, and the fields of ``Response``}, and {"error": ...} once, after which
-        nothing comes; called from the engine's thread, must not block. With ``fields["stream"]`` an answer comes in
+        emit: gets {"index": of the prompt, and the fields of ``Response``}, or {"error": ...} as the last event. The
+        engine's thread calls it, so it must not block. With ``fields["stream"]`` an answer comes in
         pieces; all but the last have the finish_reason "none".
 
         Raises DeepSpeedCError for a wrong field or prompt, before anything has begun.
@@ -58,7 +58,7 @@ class GeneratorService:
         return cancel
 
     def run(self) -> None:
-        """Runs steps until ``close``; on other ranks those of rank 0."""
+        """Runs steps until ``close``. Ranks other than 0 run the steps of rank 0."""
         loop = self._generator.loop
         if self._generator.is_rank_0:
             loop.run()

@@ -11,7 +11,7 @@ from deepspeed_c.errors import ModelError
 
 __all__ = ["HFTokenizer", "MIITokenizerWrapper", "load_tokenizer"]
 
-# Where tokenizers keep the token that ends a text; the first one that is set counts.
+# Attributes of tokenizers with the end token. The first one that is set counts.
 _ENDS = ("eod", "eos_token_id", "eod_id")
 
 
@@ -29,7 +29,7 @@ class MIITokenizerWrapper(ABC):
     @property
     @abstractmethod
     def eos_token_id(self) -> int:
-        """The token that ends a text."""
+        """The end token."""
 
     @abstractmethod
     def encode(self, input: str) -> torch.Tensor:
@@ -62,7 +62,7 @@ class HFTokenizer(MIITokenizerWrapper):
             if isinstance(token := getattr(self.tokenizer, name, None), int):
                 return token
         raise ModelError(
-            f"{type(self.tokenizer).__name__} has no token that ends a text",
+            f"{type(self.tokenizer).__name__} has no end token",
             where="tokenizer.eos_token_id",
             fix=f"set one of {', '.join(_ENDS)}",
         )
@@ -79,7 +79,7 @@ class HFTokenizer(MIITokenizerWrapper):
 
 
 def load_tokenizer(model_config: Any) -> MIITokenizerWrapper:
-    """The tokenizer of a ``ModelConfig``: its own, or that of the model's folder."""
+    """The tokenizer of a ``ModelConfig``. The default is in the model's folder."""
     from transformers import PreTrainedTokenizerBase
 
     given = model_config.tokenizer or model_config.model_name_or_path

@@ -92,9 +92,9 @@ class RequestLoop:
     """Runs requests on an engine until they have ended.
 
     Args:
-        engine: which nobody else uses.
-        decode: a tokenizer's; gives the text of a list of tokens.
-        n_words: words that are chosen, at most those of the model; the others have no text.
+        engine: only this loop uses it.
+        decode: of a tokenizer: from a list of tokens to text.
+        n_words: number of words with a text. Others, which only the model has, are not chosen.
 
     On tensor-parallel ranks rank 0 takes requests and chooses tokens. The others call ``follow``.
     """
@@ -171,7 +171,7 @@ class RequestLoop:
         return self._ranks.share_text(text)
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raises the errors of ``submit``, but for those of an ended loop."""
+        """Raises the errors of ``submit`` about the request itself."""
         where, n = "submit", len(prompt) + params.n_new
         if not prompt or params.n_new < 1:
             raise ModelError(
@@ -208,7 +208,7 @@ class RequestLoop:
             self._inbox.put(message)
 
     def _run(self, is_done: Callable[[], bool]) -> None:
-        """Steps, until ``is_done`` or a message to close. All requests are answered, whatever ends them."""
+        """Steps, until ``is_done`` or a message to close. Any end answers all requests."""
         try:
             while not is_done():
                 if not self._take_messages():
@@ -240,7 +240,7 @@ class RequestLoop:
             self._say(request, Event(error=error))
 
     def _take_messages(self) -> bool:
-        """Takes what has come; waits where there is nothing to do. Returns False at the end."""
+        """Takes all messages. Waits for one if no request runs. Returns False after ``close``."""
         while True:
             try:
                 is_idle = not self._requests
@@ -309,7 +309,7 @@ class RequestLoop:
             self._choose([requests[row] for row in rows], logits[rows, : self._n_words].cpu())
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Answers the requests of a step that has failed. Those that were not part of it go on."""
+        """Answers the requests of a step that has failed. Other requests go on."""
         logger.error("a step of the engine has failed: %s", error)
         for request in requests:
             self._drop(request)

@@ -16,7 +16,7 @@ from deepspeed_c.comm.watchdog import watch
 
 __all__ = ["SILENCE_S", "Ranks", "StepOfRanks"]
 
-# After so many seconds in which rank 0 has sent nothing, the ranks compare where they are.
+# Ranks compare their positions after so many seconds without a step.
 _SILENCE_LIMIT_S = 30.0
 # An idle rank 0 sends a step without work as often.
 SILENCE_S = 10.0
@@ -26,7 +26,7 @@ _LENGTH_BYTES = 8
 
 
 class StepOfRanks(NamedTuple):
-    """What a rank does in a step, in this order. Uids are those of the engine."""
+    """The work of a rank in a step, in the order of the fields. Uids are the engine's."""
 
     flushed: list[int]
     """Sequences that end before the forward."""

@@ -27,15 +27,15 @@ class SamplingParams:
     """The wishes of a request. Its tokens depend on its prompt, on these and on no other request."""
 
     n_new: int
-    """The most new tokens, at least 1; an end token is one of them."""
+    """Most new tokens, at least 1. An end token counts."""
     rules: sample.Rules = _NO_RULES
     seed: int = 0
     """From 0 to 2^62 - 1. The random number of a token is a function of the seed and of the token's place."""
     ends: frozenset[int] = frozenset()
     """Tokens that end the answer. Their text is not part of it."""
     n_least: int = 0
-    """No end token is chosen as one of the first ``n_least`` new tokens."""
+    """Number of new tokens before an end token can be chosen."""
     stop: tuple[str, ...] = ()
-    """Strings that end the answer. It has the text before the first one that comes."""
+    """Strings that end the answer. Its text ends before the string."""
     continues: bool = False
-    """The text is that of the new tokens behind the prompt, such as with a space in front, and not of these alone."""
+    """New tokens are decoded behind the prompt. False: as a text of their own, which may lack a space in front."""

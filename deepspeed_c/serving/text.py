@@ -18,7 +18,7 @@ class TextStream:
     the joined pieces are the text of all tokens.
 
     Args:
-        decode: a tokenizer's; gives the text of a list of tokens.
+        decode: of a tokenizer: from a list of tokens to text.
         context: tokens before the first one, whose text is not written.
     """
 
