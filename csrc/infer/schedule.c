@@ -299,7 +299,7 @@ dsc_status dsc_schedule_plan(struct dsc_schedule *schedule, int64_t budget, stru
         budget = add_row(schedule, number, budget, &step);
         number = schedule->requests[number].after;
     }
-    /* Blocks of a request that went back are for older ones: nobody starts with them in the same step. */
+    /* A request that went back has no row in the same plan. */
     while (budget > 0 && step.n_put_back == 0 && admit(schedule)) {
         budget = add_row(schedule, number, budget, &step);
         number = schedule->requests[number].after;
