@@ -25,6 +25,11 @@ __all__ = ["GenerateParamsConfig", "MIIConfig", "ModelConfig", "ReplicaConfig", 
 _LARGEST_COUNT = 2**31 - 1  # the engine counts tokens in 32 bits
 _LARGEST_PORT = 2**16 - 1
 _LONGEST_NAME = 200
+# Key of ``ModelConfig`` that has to be false -> what to do instead.
+_NOT_HERE = {
+    "sync_debug": "leave it out; CUDA_LAUNCH_BLOCKING=1 makes each kernel wait",
+    "profile_model_time": "leave it out; call the pipeline under torch.profiler.profile()",
+}
 _PORTS_OF_A_REPLICA = 100  # from the rendezvous of one replica to that of the next, as in MII
 
 
@@ -127,9 +132,9 @@ class ReplicaConfig(_Keys):
     tensor_parallel_ports: list[int] = Field([])
     """Read, without an effect: replicas listen on sockets that are files."""
     torch_dist_port: int | None = _ports(None)
-    """The port at which the ranks of the replica meet."""
+    """The port at which the ranks of the replica meet. None: any free one."""
     gpu_indices: list[int] = Field([])
-    """Devices of the ranks."""
+    """Devices of the ranks. Empty: those of ``ModelConfig.device_map``."""
     zmq_port: int | None = _ports(None)
     """Read, without an effect: ranks talk through torch.distributed."""
 
@@ -149,22 +154,23 @@ class ModelConfig(_Keys):
     inference_engine_config: RaggedInferenceEngineConfig = Field(default_factory=RaggedInferenceEngineConfig)
     """Limits of the ragged engine. Its ``tp_size`` and ``quantization_mode`` follow the two keys above."""
     torch_dist_port: int = _ports(29500)
-    """The port at which the ranks of the first replica meet; those of the next replica meet at a port 100 higher."""
+    """The port at which the ranks of the first replica meet; those of the next replica meet at a port 100 higher. If it
+    is not given, they meet at any free port, so that two deployments do not want the same one."""
     zmq_port_number: int = _ports(25555)
     """Read, without an effect: ranks talk through torch.distributed."""
     replica_num: int = _count(1, 1)
     """Replicas of the model in a deployment."""
     replica_configs: list[ReplicaConfig] = Field([])
-    """The place of each replica. Empty: ``MIIConfig.generate_replica_configs`` writes them."""
+    """The place of each replica; it prevails over ``device_map``."""
     device_map: Literal["auto"] | dict[str, list[list[int]]] = "auto"
-    """Devices of the ranks of each replica, by host. A device, a list of devices (one replica) or a list of such lists
+    """Devices of the ranks of each replica, by host. "auto": in order, if the host has devices. A device, a list of devices (one replica) or a list of such lists
     is read as that of this host."""
     max_length: int | None = _count(None, 2)
     """Default of a request's ``max_length``. None: what the model and the engine hold."""
     sync_debug: bool = False
-    """Wait for the device after each part of a step."""
+    """True is refused: nothing waits for the device within a step."""
     profile_model_time: bool = False
-    """Write the time of the model's steps to the log."""
+    """True is refused: a profiler of torch has more to say."""
 
     def __init__(self, strict: bool = False, **data: Any) -> None:
         if isinstance(name := data.get("model_name_or_path"), os.PathLike):
@@ -206,6 +212,9 @@ class ModelConfig(_Keys):
                 where=self._where("replica_configs"),
                 fix="describe each replica, or leave replica_configs out",
             )
+        for name, fix in _NOT_HERE.items():
+            if getattr(self, name):
+                raise FeatureError("is true", where=self._where(name), fix=fix)
         self._check_devices()
         self._propagate()
 
@@ -281,7 +290,7 @@ class MIIConfig(_Keys):
     restful_api_port: int = _ports(51080)
     """The port of the HTTP server; 0: one that is free."""
     restful_processes: int = _count(32, 1)
-    """Most requests by HTTP that are answered at one time."""
+    """Requests by HTTP that are answered at one time."""
     hostfile: str = "/job/hostfile"
     """Read, without an effect: all replicas are on this host."""
     version: int = 1
@@ -325,34 +334,14 @@ class MIIConfig(_Keys):
                 where="ModelConfig.replica_configs" if model.replica_configs else "ModelConfig.device_map",
                 fix="write localhost; start one deployment on each host",
             )
+        is_given = "torch_dist_port" in model.model_fields_set and not model.replica_configs
         last = model.torch_dist_port + _PORTS_OF_A_REPLICA * (model.replica_num - 1)
-        if not model.replica_configs and last > _LARGEST_PORT:
+        if is_given and last > _LARGEST_PORT:
             raise ConfigError(
                 f"is {model.torch_dist_port}, and the last of {model.replica_num} replicas would meet at {last}",
                 where="ModelConfig.torch_dist_port",
                 fix="choose a lower port, or write replica_configs",
             )
-
-    def generate_replica_configs(self) -> None:
-        """Write ``model_conf.replica_configs`` from the device map; nothing happens if they are there."""
-        model = self.model_conf
-        if model.replica_configs:
-            return
-        n_ranks = model.tensor_parallel
-        places = [list(range(i * n_ranks, (i + 1) * n_ranks)) for i in range(model.replica_num)]
-        if model.device_map != "auto":
-            places = [ranks for replicas in model.device_map.values() for ranks in replicas]
-        first = self.port_number + 1
-        model.replica_configs = [
-            ReplicaConfig(
-                hostname="localhost",
-                tensor_parallel_ports=list(range(first + i * n_ranks, first + (i + 1) * n_ranks)),
-                torch_dist_port=model.torch_dist_port + _PORTS_OF_A_REPLICA * i,
-                gpu_indices=ranks,
-                zmq_port=model.zmq_port_number + i,
-            )
-            for i, ranks in enumerate(places)
-        ]
 
 
 def generate_deployment_name(model_name_or_path: str) -> str:

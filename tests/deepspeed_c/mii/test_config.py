@@ -183,6 +183,8 @@ def test_many_long_unknown_fields_make_a_short_error():
         ({"device_map": [0, 1], "tensor_parallel": 1}, ConfigError, "device_map", "tensor_parallel is 1"),
         ({"device_map": [-1], "tensor_parallel": 1}, ConfigError, "device_map", "number >= 0"),
         ({"device_map": [[]], "tensor_parallel": 1}, ConfigError, "device_map", "one number >= 0"),
+        ({"sync_debug": True}, FeatureError, "sync_debug", "CUDA_LAUNCH_BLOCKING"),
+        ({"profile_model_time": "yes"}, FeatureError, "profile_model_time", "torch.profiler"),
         ({"inference_engine_config": 3}, ConfigError, "inference_engine_config", "dictionary"),
     ],
 )
@@ -260,22 +262,6 @@ def test_device_map_has_several_forms(given, read):
     assert model(device_map=given, tensor_parallel=1).device_map == read
 
 
-def test_replicas_get_devices_and_ports():
-    config = deployment(model_config={"model_name_or_path": "m", "tensor_parallel": 2, "replica_num": 3})
-    config.generate_replica_configs()
-    found = [(each.gpu_indices, each.torch_dist_port, each.zmq_port) for each in config.model_conf.replica_configs]
-    assert found == [([0, 1], 29500, 25555), ([2, 3], 29600, 25556), ([4, 5], 29700, 25557)]
-    ports = [port for each in config.model_conf.replica_configs for port in each.tensor_parallel_ports]
-    assert ports == list(range(50051, 50057))
-    before = config.model_conf.replica_configs
-    config.generate_replica_configs()
-    assert config.model_conf.replica_configs is before
-    placed = model(replica_num=2, tensor_parallel=1, device_map=[[5], [2]])
-    config = MIIConfig(model_config=placed)
-    config.generate_replica_configs()
-    assert [each.gpu_indices for each in config.model_conf.replica_configs] == [[5], [2]]
-
-
 def test_json_and_back_is_the_same():
     config = deployment(
         model_config={
@@ -285,7 +271,6 @@ def test_json_and_back_is_the_same():
         deployment_name="d",
         enable_restful_api=True,
     )  # fmt: skip
-    config.generate_replica_configs()
     again = MIIConfig(**json.loads(config.model_dump_json()))
     assert again == config and again.model_dump() == config.model_dump()
     request = generate(stop=["b", "a"], seed=7, temperature=0.25)
