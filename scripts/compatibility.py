@@ -1,14 +1,14 @@
-"""Compare docs/compatibility.tsv, DeepSpeed's public names, with this package, and write docs/compatibility.md from it.
+"""Compare docs/compatibility.tsv, the public names of DeepSpeed and MII, with this package, and write docs/compatibility.md from it.
 
 python -m scripts.compatibility FILE     writes the document
 python -m scripts.compatibility          lists false rows, and reports an outdated document (exit code 1)
 
-A row of the table describes a name of DeepSpeed 0.19.6. It has the place of the name (a module, ``module:Class``, or a
+A row of the table describes a name of DeepSpeed 0.19.6 or MII 0.3.3. It has the place of the name (a module, ``module:Class``, or a
 heading of ``_ELSEWHERE``), its kind, its parameters without annotations, and its state in this package. State "same":
 the name exists and takes the same parameters. "different": the name exists, and the reason gives the difference.
 "raises when called": the name can be imported, and its error or the reason names an alternative. "absent": access
 raises, and the reason says why the name will not be added. "not yet": access raises an error that names an alternative.
-The last column has the DeepSpeed version that removed the name. This script needs no DeepSpeed.
+The last column has the DeepSpeed version that removed the name. This script needs neither.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ _HEAD = """\
 
 <!-- Written by `python -m scripts.compatibility docs/compatibility.md` from docs/compatibility.tsv. Do not edit. -->
 
-The public names of DeepSpeed 0.19.6, and their state here. A program reaches them under DeepSpeed's own paths
+The public names of DeepSpeed 0.19.6 and of MII 0.3.3 (`mii`), and their state here. A program reaches them under DeepSpeed's own paths
 when it is started by `deepspeed_c run`, or calls `deepspeed_c.install_as_deepspeed()`
-([how](migrating-from-deepspeed.md)); the same modules are there as `deepspeed_c...`.
+([how](migrating-from-deepspeed.md)); the same modules are there as `deepspeed_c...`, and those of MII as `deepspeed_c.mii...`.
 [compatibility.tsv](compatibility.tsv) has every name with its parameters, for programs; a test compares each row with the code. Configuration keys:
 [config.md](config.md).
 
@@ -234,7 +234,7 @@ when it is started by `deepspeed_c run`, or calls `deepspeed_c.install_as_deepsp
 - **different**: the name is there, and the text beside it gives the difference.
 - **raises when called**: the name imports, and can stand in annotations, in `isinstance` (which is `False`) and in
   comparisons; a call or a subclass raises a `FeatureError` with the text beside it. A class stands for its methods.
-  Each name of DeepSpeed's that does not stand in this table is of this kind as well, unless it is built: imports
+  Each name of DeepSpeed's or MII's that does not stand in this table is of this kind as well, unless it is built: imports
   never fail.
 - **absent**: the attribute is not there and is not to come, as nothing is left for it to do here; the text beside it
   says why, or names a replacement.

@@ -30,7 +30,7 @@ def _intro(rows: list[Row]) -> str:
     n_names = sum(row.state in ("not yet", UNBUILT) for row in rows)
     return (
         f"Not in this version: {n_missing} of {len(FEATURES)} features that configuration keys ask for, and {n_names} of"
-        f" DeepSpeed's {len(rows)} public names. Using one is an error that names it"
+        f" DeepSpeed's and MII's {len(rows)} public names. Using one is an error that names it"
         " and says what to do instead; nothing is silently ignored."
     )
 
