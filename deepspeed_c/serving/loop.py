@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -30,14 +31,19 @@ from deepspeed_c.serving.text import StopStrings, TextStream
 __all__ = ["Event", "Request", "RequestLoop"]
 
 
+_T = TypeVar("_T")
+
+
 class Event(NamedTuple):
     """A piece of an answer. The last one of a request has a reason or an error."""
 
     text: str = ""
     token: int | None = None
     """The new token, which may complete no text. None: nothing was chosen."""
-    log_prob: float = 0.0
-    """The logarithm of its probability in the distribution that the rules leave."""
+    log_prob: float | None = None
+    """The logarithm of its probability in the whole distribution, softmax(logits); None unless it was asked for."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The most probable tokens of the whole distribution with their log-probabilities, the first one first."""
     reason: FinishReason | None = None
     error: Exception | None = None
 
@@ -62,6 +68,11 @@ class Request:
         self.number = -1
         """In the schedule, and in the engine while it has blocks there; -1: not there."""
         self.is_ended = False
+        self.n_found = 0
+        """Tokens of the prompt that were found in the memory at its arrival."""
+        self.begun_s: float | None = None
+        """The time of its first step, by ``time.monotonic``."""
+        self._counts: dict[int, int] = {}
         self._text = TextStream(decode, prompt if params.continues else ())
         self._stop = StopStrings(params.stop)
 
@@ -70,8 +81,28 @@ class Request:
         """New tokens, an end token among them."""
         return len(self.tokens) - self.n_prompt
 
-    def add(self, token: int, log_prob: float) -> Event:
+    def shape(self, logits: torch.Tensor) -> None:
+        """Changes the logits of the next token, float [words], as the request wishes."""
+        params = self.params
+        if params.logit_bias:
+            tokens, numbers = zip(*params.logit_bias)
+            logits[list(tokens)] += torch.tensor(numbers, dtype=logits.dtype)
+        if self._counts:
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
+            penalties = params.presence_penalty + params.frequency_penalty * counts
+            logits[list(self._counts)] -= penalties.to(logits.dtype)
+        if params.grammar is not None:
+            params.grammar.mask(logits)
+        if self.n_new < params.n_least and params.ends:
+            logits[[word for word in params.ends if word < len(logits)]] = -torch.inf
+
+    def add(self, token: int, log_prob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> Event:
         """The event of the next token."""
+        params = self.params
+        if params.grammar is not None:
+            params.grammar.accept(token)
+        if params.presence_penalty or params.frequency_penalty:
+            self._counts[token] = self._counts.get(token, 0) + 1
         self.tokens.append(token)
         reason, text = None, ""
         if token in self.params.ends:
@@ -85,7 +116,7 @@ class Request:
         if reason is not None and not self._stop.is_found:
             text += self._stop.add(self._text.finish())
             text += self._stop.finish()
-        return Event(text, token, log_prob, reason)
+        return Event(text, token, log_prob, top, reason)
 
 
 class RequestLoop:
@@ -122,6 +153,16 @@ class RequestLoop:
     def n_requests(self) -> int:
         """Requests that run or wait in the schedule."""
         return len(self._requests)
+
+    @property
+    def n_running(self) -> int:
+        """Requests with blocks."""
+        return self._schedule.n_running
+
+    @property
+    def n_put_back(self) -> int:
+        """Requests that have given their blocks back and are computed again, since the start."""
+        return self._schedule.n_put_back
 
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, sink: Callable[[Event], None], salt: str = ""
@@ -183,6 +224,10 @@ class RequestLoop:
         if wrong := [token for token in prompt if not 0 <= token < n_words]:
             raise ModelError(
                 f"the token {wrong[0]} is none of the model's {n_words}", where=where, fix="encode by its own tokenizer"
+            )
+        if wrong := [token for token, _ in params.logit_bias if not 0 <= token < self._n_words]:
+            raise ModelError(
+                f"the token {wrong[0]} of logit_bias is none of {self._n_words}", where=where, fix="leave it out"
             )
         if n > self.max_context:
             raise SchedulingError(
@@ -260,6 +305,7 @@ class RequestLoop:
     def _add(self, request: Request) -> None:
         found = self._engine.count_found(torch.tensor(request.tokens), request.salt)
         number = self._schedule.add(len(request.tokens), request.n_prompt + request.params.n_new, found)
+        request.n_found = found
         request.number = number
         self._requests[number] = request
 
@@ -292,6 +338,9 @@ class RequestLoop:
         self._give_back(put_back)
         requests = [self._requests[number] for number, _, _ in plan]
         uids = [number for number, _, _ in plan]
+        now = time.monotonic()
+        for request in requests:
+            request.begun_s = request.begun_s or now
         tokens = [request.tokens[begin : begin + n] for request, (_, begin, n) in zip(requests, plan)]
         salts = {number: request.salt for number, request in zip(uids, requests) if request.salt}
         try:
@@ -317,32 +366,32 @@ class RequestLoop:
 
     def _choose(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
         """Draws the next token of each. A row whose logits allow no choice ends alone."""
-        for row, request in zip(logits, requests):
-            if request.n_new < request.params.n_least and request.params.ends:
-                row[sorted(word for word in request.params.ends if word < len(row))] = -torch.inf
+        whole = {i: torch.log_softmax(logits[i].float(), -1) for i, each in enumerate(requests) if _tells(each)}
+        errors = [_attempt(request.shape, row) for row, request in zip(logits, requests)]
         try:
-            chosen = self._draw(requests, logits)
+            chosen: list[int | Exception] = [*self._draw(requests, logits)]
         except ValueError:
             chosen = [self._draw_alone(request, row) for row, request in zip(logits, requests)]
-        for request, choice in zip(requests, chosen):
-            event = Event(error=choice) if isinstance(choice, Exception) else request.add(*choice)
+        for i, (request, choice, error) in enumerate(zip(requests, chosen, errors)):
+            event = _attempt(_add, request, error or choice, whole.get(i))
+            event = Event(error=event) if isinstance(event, Exception) else event
             if event.reason is not None or event.error is not None:
                 self._drop(request)
             self._say(request, event)
 
-    def _draw(self, requests: Sequence[Request], logits: torch.Tensor) -> list[tuple[int, float] | Exception]:
+    def _draw(self, requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
         params = [request.params for request in requests]
         has_penalty = any(each.rules.repetition_penalty != 1 for each in params)
-        words, log_probs = sample.tokens(
+        words, _ = sample.tokens(
             logits,
             [each.rules for each in params],
             [each.seed for each in params],
             [request.n_new for request in requests],
             [torch.tensor(request.tokens) for request in requests] if has_penalty else None,
         )
-        return list(zip(words.tolist(), log_probs.tolist()))
+        return words.tolist()
 
-    def _draw_alone(self, request: Request, row: torch.Tensor) -> tuple[int, float] | Exception:
+    def _draw_alone(self, request: Request, row: torch.Tensor) -> int | Exception:
         try:
             return self._draw([request], row[None])[0]
         except ValueError as error:
@@ -364,3 +413,25 @@ class RequestLoop:
             logger.exception("the answer of a request could not be given away; the request ends")
             request.is_ended = True
             self._drop(request)
+
+
+def _tells(request: Request) -> bool:
+    return request.params.n_top is not None
+
+
+def _attempt(function: Callable[..., _T], *args: Any) -> _T | Exception:
+    """The result, or the error: code of one request (its grammar, its tokenizer) ends no other one."""
+    try:
+        return function(*args)
+    except Exception as error:  # noqa: BLE001  (code of a caller)
+        return error
+
+
+def _add(request: Request, token: int | Exception, log_probs: torch.Tensor | None) -> Event:
+    """The event of a chosen token. log_probs: of the whole distribution, float [words], where they are wanted."""
+    if isinstance(token, Exception):
+        return Event(error=token)
+    if log_probs is None:
+        return request.add(token)
+    values, tokens = log_probs.topk(min(request.params.n_top or 0, len(log_probs)))
+    return request.add(token, float(log_probs[token]), tuple(zip(tokens.tolist(), values.tolist())))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Protocol
+
+import torch
 
 from deepspeed_c.ops import sample
 
-__all__ = ["FinishReason", "SamplingParams"]
+__all__ = ["FinishReason", "Grammar", "SamplingParams"]
 
 
 _NO_RULES = sample.Rules()
@@ -20,6 +23,16 @@ class FinishReason(enum.Enum):
     """By an end token, or by a stop string."""
     LENGTH = "length"
     """By the limit of its tokens."""
+
+
+class Grammar(Protocol):
+    """The form of one answer, such as JSON of a schema. One object serves one request."""
+
+    def mask(self, logits: torch.Tensor) -> None:
+        """Sets the logits, float [words], of all tokens that cannot come next to -inf."""
+
+    def accept(self, token: int) -> None:
+        """Takes a token that was chosen; end tokens too."""
 
 
 @dataclass(frozen=True)
@@ -37,5 +50,14 @@ class SamplingParams:
     """Number of new tokens before an end token can be chosen."""
     stop: tuple[str, ...] = ()
     """Strings that end the answer. Its text ends before the string."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Numbers that are added to the logits of some tokens."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the answer has already."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as the answer has it."""
+    n_top: int | None = None
+    """Events have the log-probability of their token, and of so many most probable ones. None: they have none."""
+    grammar: Grammar | None = None
     continues: bool = False
     """New tokens are decoded behind the prompt. False: as a text of their own, which may lack a space in front."""

@@ -344,3 +344,95 @@ def test_a_closed_loop_answers_and_refuses(folder: str) -> None:
     assert answer.end is FinishReason.LENGTH or isinstance(answer.end, StateError)
     with pytest.raises(StateError, match="no requests any more"):
         loop.submit([1], SamplingParams(n_new=1), Answer())
+
+
+def test_bias_and_penalties_are_those_of_the_formula(folder: str) -> None:
+    """Greedy choices, each recomputed from the logits of transformers."""
+    prompt = prompts_of(1, 8)[0]
+    bias = ((3, 2.5), (7, -1.0), (250, 4.0))
+    wish = SamplingParams(n_new=12, rules=GREEDY, logit_bias=bias, presence_penalty=0.7, frequency_penalty=0.9)
+    found = ask(loop_of(folder), [prompt], wish)[0].tokens
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected: list[int] = []
+    for _ in range(12):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *expected]])).logits[0, -1][: len(byte_tokenizer())].double()
+        for token, number in bias:
+            logits[token] += number
+        for token in set(expected):
+            logits[token] -= 0.7 + 0.9 * expected.count(token)
+        expected.append(int(logits.argmax()))
+    assert found == expected
+    assert found != ask(loop_of(folder), [prompt], SamplingParams(n_new=12, rules=GREEDY))[0].tokens
+
+
+@pytest.mark.parametrize("n_top", [0, 1, 5, 10_000])
+def test_log_probabilities_are_those_of_the_whole_distribution(folder: str, n_top: int) -> None:
+    prompt, n_words = prompts_of(1, 9)[0], len(byte_tokenizer())
+    wish = SamplingParams(n_new=6, rules=Rules(temperature=0.5, top_k=3), seed=1, n_top=n_top, logit_bias=((5, 9.0),))
+    answer, silent = ask(loop_of(folder), [prompt, prompt], [wish, SamplingParams(n_new=6)])
+    assert [(event.log_prob, event.top) for event in silent.events] == [(None, ())] * 6
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens = list(prompt)
+    for event in answer.events:
+        with torch.no_grad():
+            expected = model(torch.tensor([tokens])).logits[0, -1][:n_words].double().log_softmax(-1)
+        assert event.token is not None and event.log_prob is not None
+        assert abs(event.log_prob - float(expected[event.token])) < 1e-4
+        assert len(event.top) == min(n_top, n_words)
+        values, _ = expected.topk(len(event.top))
+        torch.testing.assert_close(
+            torch.tensor([number for _, number in event.top], dtype=torch.float64), values, atol=1e-4, rtol=0
+        )
+        tokens.append(event.token)
+
+
+def test_a_bias_of_a_token_that_there_is_not_is_refused(folder: str) -> None:
+    n_words = len(byte_tokenizer())
+    with pytest.raises(ModelError, match=f"{n_words} of logit_bias"):
+        loop_of(folder).submit([1], SamplingParams(n_new=1, logit_bias=((n_words, 1.0),)), Answer())
+
+
+class EvenThenEnd:
+    """A form: so many even tokens, and then the end token."""
+
+    def __init__(self, n: int, end: int) -> None:
+        self.n, self.end, self.taken = n, end, list[int]()
+
+    def mask(self, logits: torch.Tensor) -> None:
+        allowed = (
+            torch.arange(len(logits)) % 2 == 0 if len(self.taken) < self.n else torch.arange(len(logits)) == self.end
+        )
+        logits[~allowed] = -torch.inf
+
+    def accept(self, token: int) -> None:
+        self.taken.append(token)
+
+
+def test_a_grammar_shapes_its_own_request_alone(folder: str) -> None:
+    form, prompts = EvenThenEnd(5, 9), prompts_of(2, 10)
+    plain = SamplingParams(n_new=8, rules=GREEDY)
+    shaped = SamplingParams(n_new=8, rules=GREEDY, grammar=form, ends=frozenset([9]))
+    loop = loop_of(folder)
+    answers = ask(loop, prompts, [shaped, plain])
+    assert answers[0].end is FinishReason.STOP
+    assert answers[0].tokens == form.taken and form.taken[-1] == 9 and len(form.taken) == 6
+    assert all(token % 2 == 0 for token in form.taken[:-1])
+    expected = by_transformers(folder, prompts[1], 8, eos_token_id=None)
+    assert answers[1].tokens == expected
+
+
+@pytest.mark.parametrize("method", ["mask", "accept"])
+def test_a_grammar_that_fails_ends_its_own_request_alone(folder: str, method: str) -> None:
+    form, prompts = EvenThenEnd(5, 9), prompts_of(2, 10)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("a planted fault")
+
+    setattr(form, method, fail)
+    plain = SamplingParams(n_new=8, rules=GREEDY)
+    loop = loop_of(folder)
+    answers = ask(loop, prompts, [SamplingParams(n_new=8, rules=GREEDY, grammar=form), plain])
+    assert "planted" in str(answers[0].end)
+    assert answers[1].tokens == by_transformers(folder, prompts[1], 8, eos_token_id=None)
+    assert (loop.n_requests, free_blocks(loop)) == (0, 40)
