@@ -108,6 +108,9 @@ class Env:
     cache_home: str | None = _Variable("XDG_CACHE_HOME", None, str)
     """XDG_CACHE_HOME: folder of measurements that are kept from run to run, instead of ~/.cache."""
 
+    mii_cache: str | None = _Variable("MII_CACHE_PATH", None, str)
+    """MII_CACHE_PATH: folder for the deployments of ``mii.serve``, instead of the folder for temporary files."""
+
     num_threads: int | None = _Variable("DSC_NUM_THREADS", None, int, 1)
     """DSC_NUM_THREADS: number of threads for a pass over host memory, such as an optimizer step; default: this rank's
     share of the host's processors. OMP_NUM_THREADS has no effect on it."""
