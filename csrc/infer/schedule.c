@@ -37,7 +37,7 @@ struct dsc_schedule {
     int32_t n_running;
     int32_t n_free;
     int32_t n_full; /* requests that have all their tokens */
-    int32_t n_rows; /* of the present plan: the n_rows oldest requests have them */
+    int32_t n_rows; /* rows of the present plan: the oldest requests have them */
     bool is_planned;
     int64_t n_put_back;
 };
@@ -244,8 +244,16 @@ static bool grow(struct dsc_schedule *schedule, int32_t number, struct dsc_sched
     return true;
 }
 
-/* Lets the next request run, if there is one and its blocks are there. */
-static bool admit(struct dsc_schedule *schedule)
+/* Whether a running request may still take a block that is not reserved for it. */
+static bool may_grow(const struct dsc_schedule *schedule, int32_t number)
+{
+    const struct request *request = &schedule->requests[number];
+
+    return number != schedule->oldest && request->n_held < blocks_of(request->most - 1);
+}
+
+/* Lets the next request run, if there is one and its blocks are there, beside one for each of n_growing requests. */
+static bool admit(struct dsc_schedule *schedule, int32_t n_growing)
 {
     int32_t number = schedule->next;
     struct request *request = number == NONE ? NULL : &schedule->requests[number];
@@ -254,7 +262,7 @@ static bool admit(struct dsc_schedule *schedule)
     if (request == NULL || schedule->n_running == schedule->most_rows)
         return false;
     n_blocks = blocks_of(request->n_known + 1 < request->most ? request->n_known + 1 : request->n_known);
-    if (n_blocks > n_available(schedule, number))
+    if (n_blocks > n_available(schedule, number) - n_growing)
         return false;
     hold(schedule, request, n_blocks);
     schedule->next = request->after;
@@ -288,6 +296,7 @@ dsc_status dsc_schedule_plan(struct dsc_schedule *schedule, int64_t budget, stru
 {
     struct dsc_schedule_step step = {0, schedule->rows, 0, schedule->put_back};
     int32_t number = schedule->oldest;
+    int32_t n_growing = 0;
 
     if (budget < 0)
         return dsc_fail(DSC_EINVAL, "budget is %lld, must not be negative", (long long)budget);
@@ -296,11 +305,13 @@ dsc_status dsc_schedule_plan(struct dsc_schedule *schedule, int64_t budget, stru
     if (schedule->n_full > 0)
         return dsc_fail(DSC_ESTATE, "request %d has all its tokens; end it first", (int)find_full(schedule));
     while (number != schedule->next && budget > 0 && grow(schedule, number, &step)) {
+        n_growing += may_grow(schedule, number);
         budget = add_row(schedule, number, budget, &step);
         number = schedule->requests[number].after;
     }
     /* A request that went back has no row in the same plan. */
-    while (budget > 0 && step.n_put_back == 0 && admit(schedule)) {
+    while (budget > 0 && step.n_put_back == 0 && admit(schedule, n_growing)) {
+        n_growing += may_grow(schedule, number);
         budget = add_row(schedule, number, budget, &step);
         number = schedule->requests[number].after;
     }

@@ -78,6 +78,17 @@ static inline bool model_may_hold(const struct schedule_model *model, int32_t i,
     return n_used <= model->n_blocks;
 }
 
+/* Running requests that do not hold blocks to their ends, without the first one. */
+static inline int64_t model_n_growing(const struct schedule_model *model)
+{
+    int64_t n = 0;
+
+    for (int32_t i = 1; i < model->n; i++)
+        n += model->requests[i].is_running &&
+             model_held(&model->requests[i]) < model_blocks_of(model->requests[i].most - 1);
+    return n;
+}
+
 /* The youngest running request goes back. Returns its number. */
 static inline int32_t model_put_back(struct schedule_model *model)
 {
@@ -119,7 +130,8 @@ static inline int32_t model_plan(struct schedule_model *model, int64_t budget, i
             if (pass == 2) {
                 int64_t n_wanted = model_smaller(request->n_known + 1, request->most - 1);
 
-                if (n_put_back > 0 || model_n_running(model) == model->most_rows || !model_may_hold(model, i, n_wanted))
+                if (n_put_back > 0 || model_n_running(model) == model->most_rows ||
+                    !model_may_hold(model, i, n_wanted + model_n_growing(model) * DSC_KV_TOKENS))
                     break;
                 request->is_running = true;
                 request->n_reserved = n_wanted;

@@ -12,9 +12,11 @@
  * Rules:
  *   - Requests stand in the order of their arrival. The first ones *run* and hold blocks, all others wait. Nobody
  *     overtakes: rows of a plan come in this order, until the budget of tokens is used up.
- *   - The next request starts to run when fewer than most_rows run, budget is left, and the blocks of its known tokens
- *     and one more are there. It holds these blocks from then on.
  *   - The oldest request is *protected*: younger ones never take a block that it may still need.
+ *   - The next request starts to run when fewer than most_rows run, budget is left, and the blocks of its known tokens
+ *     and one more are there. It holds these blocks from then on. One further block must be there for each
+ *     running request that may still need more than it holds, except the protected one: else requests start
+ *     only to go back a few steps later.
  *   - A running request that needs one block more than there are makes the youngest running request go back: this one
  *     waits again in its place, holds no block, and later computes all of its known tokens once more. The request may
  *     itself be the youngest. The protected one never goes back: all blocks but its own are there for it.
