@@ -16,6 +16,7 @@ from deepspeed_c.mii.data import Response
 from deepspeed_c.mii.tokenizers import MIITokenizerWrapper, load_tokenizer
 from deepspeed_c.ops.sample import Rules
 from deepspeed_c.serving import Event, Request, RequestLoop, SamplingParams
+from deepspeed_c.serving.tokenizer import end_tokens
 
 __all__ = ["Generator", "Wish"]
 
@@ -42,7 +43,8 @@ class Generator:
     def __init__(self, engine: InferenceEngineV2, tokenizer: MIITokenizerWrapper, model_config: ModelConfig) -> None:
         self.engine, self.tokenizer, self.model_config = engine, tokenizer, model_config
         self.loop = RequestLoop(engine, tokenizer.decode, tokenizer.vocab_size)
-        self._ends = _end_tokens(engine.model(), tokenizer)
+        of_model = end_tokens(engine.model(), None)
+        self._ends = end_tokens(engine.model(), _end_of(tokenizer, bool(of_model)))
         lengths = (self.loop.longest, model_config.max_length, _trained_length(engine.model()))
         self.max_length = min(length for length in lengths if length is not None)
         """Tokens of a prompt and its answer, for requests that do not say."""
@@ -130,13 +132,10 @@ def _trained_length(model: torch.nn.Module) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def _end_tokens(model: torch.nn.Module, tokenizer: MIITokenizerWrapper) -> frozenset[int]:
-    """End tokens of the tokenizer, and of the model's generation_config."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    of_model = [] if named is None else [named] if isinstance(named, int) else list(named)
+def _end_of(tokenizer: MIITokenizerWrapper, has_other: bool) -> int | None:
     try:
-        return frozenset([*of_model, tokenizer.eos_token_id])
+        return tokenizer.eos_token_id
     except ModelError:
-        if of_model:
-            return frozenset(of_model)
+        if has_other:
+            return None
         raise

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed_c.errors import ModelError
+from deepspeed_c.serving.tokenizer import read_tokenizer
 
 __all__ = ["HFTokenizer", "MIITokenizerWrapper", "load_tokenizer"]
 
@@ -48,7 +49,7 @@ class HFTokenizer(MIITokenizerWrapper):
 
     def __init__(self, tokenizer: Any) -> None:
         if isinstance(tokenizer, str):
-            tokenizer = _tokenizer_of(tokenizer)
+            tokenizer = read_tokenizer(tokenizer)
         super().__init__(tokenizer)
 
     @property
@@ -84,16 +85,3 @@ def load_tokenizer(model_config: Any) -> MIITokenizerWrapper:
 
     given = model_config.tokenizer or model_config.model_name_or_path
     return HFTokenizer(given) if isinstance(given, (str, PreTrainedTokenizerBase)) else given
-
-
-def _tokenizer_of(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise ModelError(
-            f"the tokenizer cannot be read: {error}",
-            where=folder,
-            fix="name a folder that save_pretrained of a tokenizer wrote, or set tokenizer in ModelConfig",
-        ) from error
