@@ -68,13 +68,16 @@ class _RunningRequest:
 
 
 class _EventSender:
-    """Sends events from a thread of its own, in order."""
+    """Sends events in order: at once where the socket takes them, otherwise from a thread of its own.
+
+    To wake that thread for each event would cost milliseconds while the engine's thread holds the interpreter.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.frames: deque[bytes] = deque()
         self.n_bytes = 0
-        self.is_ended = False
+        self.is_sending = self.is_ended = False
         self.changed = threading.Condition()
         self.thread = BackgroundThread(self._run, name="events of a replica", end=self.end, limit_s=1.0)
 
@@ -84,6 +87,15 @@ class _EventSender:
         with self.changed:
             if not is_small and self.n_bytes + len(packed) > UNSENT_BYTES:
                 return False
+            if not self.frames and not self.is_sending:
+                try:
+                    packed = packed[self.connection.send(packed, socket.MSG_DONTWAIT) :]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    return True  # the supervisor has died, and the reading thread ends this process
+            if not packed:
+                return True
             self.frames.append(packed)
             self.n_bytes += len(packed)
             self.changed.notify()
@@ -104,12 +116,14 @@ class _EventSender:
                     return
                 packed = b"".join(self.frames)
                 self.frames.clear()
+                self.is_sending = True
             try:
                 self.connection.sendall(packed)
             except OSError:
-                return  # the supervisor has died, and the reading thread ends this process
+                return  # as in put
             with self.changed:
                 self.n_bytes -= len(packed)
+                self.is_sending = False
 
 
 class _SupervisorLink:
