@@ -30,7 +30,7 @@ _NOT_HERE = {
     "sync_debug": "leave it out; CUDA_LAUNCH_BLOCKING=1 makes each kernel wait",
     "profile_model_time": "leave it out; call the pipeline under torch.profiler.profile()",
 }
-_PORTS_OF_A_REPLICA = 100  # from the rendezvous of one replica to that of the next, as in MII
+_PORTS_OF_A_REPLICA = 100  # distance of MASTER_PORT between replicas, as in MII
 
 
 def _ports(default: int) -> Any:
@@ -132,9 +132,9 @@ class ReplicaConfig(_Keys):
     tensor_parallel_ports: list[int] = Field([])
     """Read, without an effect: replicas listen on sockets that are files."""
     torch_dist_port: int | None = _ports(None)
-    """The port at which the ranks of the replica meet. None: any free one."""
+    """MASTER_PORT of the replica's ranks. None: any free port."""
     gpu_indices: list[int] = Field([])
-    """Devices of the ranks. Empty: those of ``ModelConfig.device_map``."""
+    """Devices of the ranks. Empty: ``ModelConfig.device_map`` decides."""
     zmq_port: int | None = _ports(None)
     """Read, without an effect: ranks talk through torch.distributed."""
 
@@ -154,8 +154,8 @@ class ModelConfig(_Keys):
     inference_engine_config: RaggedInferenceEngineConfig = Field(default_factory=RaggedInferenceEngineConfig)
     """Limits of the ragged engine. Its ``tp_size`` and ``quantization_mode`` follow the two keys above."""
     torch_dist_port: int = _ports(29500)
-    """The port at which the ranks of the first replica meet; those of the next replica meet at a port 100 higher. If it
-    is not given, they meet at any free port, so that two deployments do not want the same one."""
+    """MASTER_PORT of the first replica's ranks; each further replica uses a port 100 higher. If it is not given, any
+    free port serves, so that two deployments do not want the same one."""
     zmq_port_number: int = _ports(25555)
     """Read, without an effect: ranks talk through torch.distributed."""
     replica_num: int = _count(1, 1)
@@ -163,10 +163,10 @@ class ModelConfig(_Keys):
     replica_configs: list[ReplicaConfig] = Field([])
     """The place of each replica; it prevails over ``device_map``."""
     device_map: Literal["auto"] | dict[str, list[list[int]]] = "auto"
-    """Devices of the ranks of each replica, by host. "auto": in order, if the host has devices. A device, a list of devices (one replica) or a list of such lists
-    is read as that of this host."""
+    """Devices of the ranks of each replica, by host. "auto": in order, if the host has devices. A device, a list of
+    devices (one replica) or a list of such lists belongs to this host."""
     max_length: int | None = _count(None, 2)
-    """Default of a request's ``max_length``. None: what the model and the engine hold."""
+    """Default of a request's ``max_length``. None: the limit of the model and the engine."""
     sync_debug: bool = False
     """True is refused: nothing waits for the device within a step."""
     profile_model_time: bool = False
@@ -243,21 +243,20 @@ class ModelConfig(_Keys):
             ConfigError: both are given, with different values.
             FeatureError: the quantization mode is not here.
         """
-        engine = self.inference_engine_config.model_copy()
-        tp, quantization = engine.tensor_parallel.model_copy(), engine.quantization.model_copy()
-        size = self._shared("tensor_parallel", tp, "tp_size")
-        mode = self._shared("quantization_mode", quantization, "quantization_mode")
+        engine = self.inference_engine_config
+        size = self._shared("tensor_parallel", engine.tensor_parallel, "tp_size")
+        mode = self._shared("quantization_mode", engine.quantization, "quantization_mode")
         if mode not in (None, "int8"):
             raise FeatureError(
                 f"{mode[:60]!r} is no format of weights here",
                 where=self._where("quantization_mode"),
                 fix='write "int8" (8 bits a weight), or leave it out',
             )
-        tp.tp_size = size
-        quantization.quantization_mode = mode
-        setattr_unchecked(engine, "tensor_parallel", tp)
-        setattr_unchecked(engine, "quantization", quantization)
-        setattr_unchecked(self, "inference_engine_config", engine)
+        sections = {
+            "tensor_parallel": engine.tensor_parallel.model_copy(update={"tp_size": size}),
+            "quantization": engine.quantization.model_copy(update={"quantization_mode": mode}),
+        }
+        setattr_unchecked(self, "inference_engine_config", engine.model_copy(update=sections))
         setattr_unchecked(self, "tensor_parallel", size)
         setattr_unchecked(self, "quantization_mode", mode)
 
@@ -278,7 +277,7 @@ class MIIConfig(_Keys):
     """A deployment."""
 
     deployment_name: str = ""
-    """The name by which clients find the deployment. Default: the model's name, with ``-mii-deployment`` behind it."""
+    """Clients find the deployment by this name. Default: the model's name, with ``-mii-deployment`` behind it."""
     deployment_type: DeploymentType = DeploymentType.LOCAL
     model_conf: ModelConfig = Field(alias="model_config")
     port_number: int = _ports(50050)
@@ -288,7 +287,7 @@ class MIIConfig(_Keys):
     restful_api_host: str = "localhost"
     """The address of the HTTP server."""
     restful_api_port: int = _ports(51080)
-    """The port of the HTTP server; 0: one that is free."""
+    """The port of the HTTP server; 0: any free port."""
     restful_processes: int = _count(32, 1)
     """Requests by HTTP that are answered at one time."""
     hostfile: str = "/job/hostfile"

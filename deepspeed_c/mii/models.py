@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from deepspeed_c.errors import FeatureError
+from deepspeed_c.inject import policies  # noqa: F401  registers them
+from deepspeed_c.inject.policy import POLICIES
 from deepspeed_c.mii.constants import TaskType
 
 __all__ = ["get_supported_models"]
@@ -23,8 +25,4 @@ def get_supported_models(task: TaskType | str) -> list[str]:
             where="get_supported_models, task",
             fix='ask for "text-generation"; deepspeed_c.init_inference runs other models',
         )
-    # Imported here because policies load torch
-    from deepspeed_c.inject import policies  # noqa: F401  registers them
-    from deepspeed_c.inject.policy import POLICIES
-
     return sorted(name for name, policy in POLICIES.items() if policy.loss == "causal")

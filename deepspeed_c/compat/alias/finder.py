@@ -1,6 +1,7 @@
-"""Imports of ``deepspeed.x`` and ``mii.x``. A module in the table of modules.py is one object under both names. A module
-of DeepSpeed that is not built here imports, and its names raise when they are used. A module that DeepSpeed lacks is an
-error. The same holds for MII.
+"""Imports of ``deepspeed.x`` and ``mii.x``.
+
+A module in the table of modules.py is one object under both names. A module of DeepSpeed that is not built here
+imports, and its names raise when they are used. A module that DeepSpeed lacks is an error. The same holds for MII.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def is_active(path: str = UPSTREAM) -> bool:
 
 
 def our_path(upstream_path: str) -> str:
-    """The path under our own package at which a path of DeepSpeed or MII is found without the alias."""
+    """The path of this package for a path of DeepSpeed or MII: ``deepspeed_c.mii.api`` for ``mii.api``."""
     top, dot, rest = upstream_path.partition(".")
     return f"{ROOTS[top]}{dot}{rest}"
 
@@ -314,8 +315,10 @@ _ADOPTED = (AliasedModule, type(_PACKAGE))
 
 
 def install_finders() -> None:
-    """Make ``deepspeed.x`` importable while ``deepspeed`` is this package, and ``mii.x`` while ``mii`` is; a second call
-    does nothing."""
+    """Make ``deepspeed.x`` importable while ``deepspeed`` is this package, and ``mii.x`` while ``mii`` is.
+
+    A second call does nothing.
+    """
     if not any(isinstance(finder, AliasFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, AliasFinder())
         sys.meta_path.append(MissingFinder())

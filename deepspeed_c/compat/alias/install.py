@@ -1,8 +1,8 @@
 """Make deepspeed_c importable as ``deepspeed``, and deepspeed_c.mii as ``mii``, in this process and its children, by a
 folder on the import path. Programs that only look for an installed ``deepspeed`` import nothing.
 
-The folder (``shim/``) holds a package of each name, which replaces itself by ours when it is imported, and metadata with
-the versions. The folder ``bin/`` holds DeepSpeed's programs for child processes. Nothing is installed into
+The folder (``shim/``) holds a package of each name, which replaces itself by ours when it is imported, and metadata
+with the versions. The folder ``bin/`` holds DeepSpeed's programs for child processes. Nothing is installed into
 the environment.
 """
 
@@ -50,8 +50,8 @@ def install_as_deepspeed(force: bool = False) -> None:
         force: hide a real DeepSpeed or MII that is installed, for this process and its children only.
 
     Raises:
-        AliasError: a real DeepSpeed or MII is installed or imported, or one of these packages has been imported before and
-            found no DeepSpeed.
+        AliasError: a real DeepSpeed or MII is installed or imported, or a package of that list has been imported before
+            and found no DeepSpeed.
     """
     if is_visible():
         if SHIM not in sys.path:  # a planner puts the path back after each run of a script
@@ -89,8 +89,10 @@ def _is_found(name: str) -> bool:
 
 
 def find_real(name: str) -> str | None:
-    """Path of an installed real package ``name`` (``deepspeed`` or ``mii``), rather than of a shim of this package; None
-    if there is none. Imports nothing."""
+    """Path of an installed real package ``deepspeed`` or ``mii``, rather than of a shim of this package.
+
+    None if there is none. Imports nothing.
+    """
     elsewhere = [path for path in sys.path if not _is_shim(path)]
     for finder in sys.meta_path:
         path = elsewhere if finder is PathFinder else None
@@ -107,7 +109,7 @@ def _is_shim(path: str) -> bool:
 
 
 def refuse_real(where: str, how_to_force: str, names: Iterable[str] = tuple(_REPLACED)) -> None:
-    """Raise AliasError if a real package of one of these names is installed."""
+    """Raise AliasError if a real ``deepspeed`` or ``mii`` is installed; ``names`` limits the search."""
     for name in names:
         title, distribution, _ = _REPLACED[name]
         if path := find_real(name):
@@ -141,8 +143,9 @@ def _in_front(folder: str, present: str) -> str:
 
 
 def activate(name: str) -> None:
-    """Replace the module ``name`` (``deepspeed`` or ``mii``) by the package that answers to it. The shim calls this while
-    it is being imported.
+    """Replace the module ``name``, which is ``deepspeed`` or ``mii``, by the package that answers to it.
+
+    The shim calls this while it is being imported.
 
     Raises:
         AliasError: a real package of that name is on this interpreter's path too, and the user did not ask to hide it.

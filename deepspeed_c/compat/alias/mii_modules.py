@@ -1,5 +1,4 @@
-"""MII's module paths and names, and the modules and objects of this package for them. modules.py says what the tables
-mean."""
+"""MII's module paths and names, and their modules and objects here. modules.py explains the tables."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ ABSENT: dict[str, str] = {
     "mii.api": _INNER,
     "mii.backend": _SERVER,
     "mii.batching": _INNER,
-    "mii.batching.generation": "the keys of mii.config.GenerateParamsConfig choose how tokens are drawn and where a text ends",
+    "mii.batching.generation": "mii.config.GenerateParamsConfig has keys for the choice of tokens and the end of a text",
     "mii.config": "mii.client finds a deployment by its name; client.mii_config is its configuration",
     "mii.entrypoints": _COMMAND,
     "mii.grpc_related": "client and server send JSON through a socket that is a file; mii.client reaches it",

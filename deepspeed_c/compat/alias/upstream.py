@@ -1,5 +1,6 @@
-"""Every name of DeepSpeed and MII, from upstream.tsv and mii.tsv. The files are read at the first request for a name that
-no other table has.
+"""Every name of DeepSpeed and MII, from upstream.tsv and mii.tsv.
+
+The files are read at the first request for a name that no other table has.
 
 scripts/upstream_names.py writes the files, and explains their rows.
 """

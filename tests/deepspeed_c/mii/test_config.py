@@ -1,4 +1,4 @@
-"""MII's configuration classes: its keys and defaults, what each mistake says, and the reading of arguments."""
+"""MII's configuration classes: keys and defaults, the error for each mistake, and the reading of arguments."""
 
 from __future__ import annotations
 

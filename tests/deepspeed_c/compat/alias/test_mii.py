@@ -61,7 +61,7 @@ def test_it_is_found_with_its_version_and_nothing_is_imported():
     assert f"\nVersion: {MII_VERSION}\n" in (folder / "METADATA").read_text()
 
 
-# Prints what an import of mii has loaded, and the objects under both names.
+# Prints the modules that an import of mii has loaded, and compares the objects under both names.
 IMPORTS = """
 import json, sys
 before = set(sys.modules)
