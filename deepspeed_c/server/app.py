@@ -1,0 +1,277 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from deepspeed_c._version import __version__
+from deepspeed_c.errors import ModelError, StateError
+from deepspeed_c.inference.v2 import SchedulingError
+from deepspeed_c.logging import logger
+from deepspeed_c.server.completions import CompletionWriter
+from deepspeed_c.server.errors import RequestRefused, error_object
+from deepspeed_c.server.fields import Bounds, Sampling, decode_body, read_completion, read_texts, read_tokens
+from deepspeed_c.server.generation import Generation
+from deepspeed_c.server.limits import Gate, Keys, Settings
+from deepspeed_c.server.metrics import Metrics
+from deepspeed_c.server.model import ServedModel
+from deepspeed_c.server.replies import Reply, TokenNames, Writer
+from deepspeed_c.server.sending import EventStream, JsonResponse, read_body, refusal, until_gone
+
+__all__ = ["make_app"]
+
+# Route of OpenAI's API -> the field that asks for what is not done here.
+_ELSEWHERE = {
+    "/v1/embeddings": ("input", "embeddings are not computed"),
+    "/v1/responses": ("input", "this form of requests is not read; send messages to /v1/chat/completions"),
+    "/v1/images/generations": ("prompt", "images are not made"),
+    "/v1/images/edits": ("image", "images are not read"),
+    "/v1/audio/speech": ("input", "audio is not made"),
+    "/v1/audio/transcriptions": ("file", "audio is not read"),
+    "/v1/audio/translations": ("file", "audio is not read"),
+    "/v1/moderations": ("input", "texts are not judged"),
+    "/v1/files": ("file", "files are not kept"),
+    "/v1/batches": ("input_file_id", "files are not kept"),
+}
+_CLIENT_GONE = 499  # nginx's number; nobody reads it
+
+
+def make_app(model: ServedModel, settings: Settings) -> FastAPI:
+    """The application for a model that has been started. ``app.state.gate`` counts its requests."""
+    server = _Server(model, settings)
+    app = FastAPI(title="deepspeed_c", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.gate = server.gate
+    _add_routes(app, server)
+    for kind in (RequestRefused, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, server.failed)
+    if settings.cors:
+        app.add_middleware(CORSMiddleware, **dict(settings.cors))  # type: ignore[arg-type]
+    return app
+
+
+def _add_routes(app: FastAPI, server: _Server) -> None:
+    guarded = APIRouter(dependencies=[Depends(server.check_key)])
+    for path, route in (
+        ("/v1/completions", server.complete),
+        ("/tokenize", server.tokenize),
+        ("/detokenize", server.detokenize),
+    ):
+        guarded.add_api_route(path, route, methods=["POST"])
+    for path in _ELSEWHERE:
+        guarded.add_api_route(path, server.refuse, methods=["GET", "POST"])
+    guarded.add_api_route("/v1/models", server.list_models, methods=["GET"])
+    guarded.add_api_route("/v1/models/{name:path}", server.show_model, methods=["GET"])
+    app.include_router(guarded)
+    for path, route in (
+        ("/health", server.health),
+        ("/ready", server.ready),
+        ("/metrics", server.show_metrics),
+        ("/version", server.version),
+    ):
+        app.add_api_route(path, route, methods=["GET"])
+
+
+class _Server:
+    """The work behind the routes."""
+
+    def __init__(self, model: ServedModel, settings: Settings) -> None:
+        self.model, self.settings = model, settings
+        self.names = settings.names or (model.name,)
+        self.bounds = Bounds(
+            n_words=model.n_words,
+            max_model_len=model.max_model_len,
+            ends=model.ends,
+            max_n=settings.max_n,
+            max_logprobs=settings.max_logprobs,
+        )
+        self.keys = Keys(settings.keys)
+        self.gate = Gate(settings)
+        self.metrics = Metrics(model)
+        self.token_names = TokenNames(model.tokenizer)
+
+    async def check_key(self, request: Request) -> None:
+        request.state.owner = self.keys.owner(request.headers.get("authorization"))
+
+    async def complete(self, request: Request) -> Response:
+        wish = read_completion(await self._body(request), self.bounds)
+        self._check_model(wish.sampling.model)
+
+        async def prepare() -> tuple[list[list[int]], Writer]:
+            prompts = [
+                await self._encode(prompt, special=wish.special) if isinstance(prompt, str) else [*prompt]
+                for prompt in wish.prompts
+            ]
+            echoed = [self._text_of(prompt) for prompt in wish.prompts] if wish.echo else []
+            head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name(wish.sampling)}
+            return prompts, CompletionWriter(head, wish.sampling, self.token_names, echoed)
+
+        return await self._answer(request, wish.sampling, len(wish.prompts), prepare, continues=True)
+
+    async def tokenize(self, request: Request) -> Response:
+        wish = read_texts(await self._body(request))
+        self._check_model(wish.model)
+        tokens = await self._encode(wish.prompt or "", special=wish.special is not False)
+        found = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens, "token_strs": None}
+        if wish.token_strings:
+            found["token_strs"] = self.model.tokenizer.convert_ids_to_tokens(tokens)
+        return JsonResponse(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        wish = read_tokens(await self._body(request), self.bounds)
+        self._check_model(wish.model)
+        return JsonResponse({"prompt": self.model.decode(wish.tokens, special=True)})
+
+    async def refuse(self, request: Request) -> Response:
+        param, what = _ELSEWHERE[request.url.path]
+        raise RequestRefused(what, param=param, fix="ask a server that does it")
+
+    async def list_models(self) -> Response:
+        return JsonResponse({"object": "list", "data": [self._card(name) for name in self.names]})
+
+    async def show_model(self, name: str) -> Response:
+        self._check_model(name)
+        return JsonResponse(self._card(name))
+
+    async def health(self) -> Response:
+        """Whether the engine lives."""
+        if self.model.is_alive:
+            return JsonResponse({"status": "ok"})
+        return JsonResponse({"status": "dead", "error": self.model.why_dead}, 503)
+
+    async def ready(self) -> Response:
+        """Whether new requests are taken."""
+        if self.model.is_alive and not self.gate.is_draining:
+            return JsonResponse({"status": "ready"})
+        return JsonResponse({"status": "draining" if self.gate.is_draining else "dead"}, 503)
+
+    async def show_metrics(self) -> Response:
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def version(self) -> Response:
+        return JsonResponse({"version": __version__})
+
+    async def failed(self, request: Request, error: Exception) -> Response:
+        """The answer for an exception of a route."""
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=_CLIENT_GONE)
+        if isinstance(error, HTTPException):
+            error = RequestRefused(
+                f"{request.method} {request.url.path}: {error.detail}"[:300],
+                fix="docs/serving.md lists the routes",
+                status=error.status_code,
+            )
+        if isinstance(error, RequestRefused):
+            self.metrics.refused.labels(str(error.status)).inc()
+            return refusal(error)
+        self.metrics.refused.labels("500").inc()
+        return JsonResponse(error_object("the server has failed; its log has the error", 500), 500)
+
+    async def _answer(
+        self,
+        request: Request,
+        wish: Sampling,
+        n_prompts: int,
+        prepare: Callable[[], Awaitable[tuple[list[list[int]], Writer]]],
+        *,
+        continues: bool,
+    ) -> Response:
+        """Lets a request in, begins its answers and writes them. prepare: makes the prompts from what has been read."""
+        owner = request.state.owner
+        leave = self.gate.enter(owner, wish.n * n_prompts)
+        generation: Generation | None = None
+
+        def close() -> None:
+            leave()
+            if generation is not None:
+                generation.close()
+
+        try:
+            prompts, writer = await prepare()
+            params = wish.params(self._n_new(prompts, wish), continues=continues)
+            if self.settings.logs_requests:
+                logger.info("request %s: %d prompt(s), %s", writer.head["id"], n_prompts, wish)
+            generation = self._begin(prompts, wish, owner, params)
+            reply = Reply(generation, writer, wish.n * n_prompts, self._error_object)
+            if wish.stream:
+                return EventStream(reply.pieces(), close, self.settings.stall_s)
+            body, status = await until_gone(request.receive, reply.whole())
+        except BaseException:
+            close()
+            raise
+        close()
+        if status != 200:
+            self.metrics.refused.labels(str(status)).inc()
+        return JsonResponse(body, status)
+
+    def _begin(self, prompts: list[list[int]], wish: Sampling, owner: str, params: Any) -> Generation:
+        salt = "" if self.settings.shares_prefixes or not owner else f"{owner}:"
+        try:
+            return Generation(self.model, self.metrics, prompts, params, n=wish.n, salt=salt + wish.cache_salt)
+        except (ModelError, SchedulingError) as error:
+            raise RequestRefused(error.what, param="prompt", fix=error.fix) from error
+        except StateError as error:
+            raise RequestRefused(error.what, fix="look at /health", status=503) from error
+
+    def _error_object(self, error: Exception) -> tuple[dict[str, Any], int]:
+        """The body and the status for an error of the engine."""
+        status = 500 if self.model.is_alive else 503
+        return error_object(f"the answer has failed: {type(error).__name__}: {error}", status), status
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        return decode_body(await read_body(request, self.settings.max_body_bytes))
+
+    def _check_model(self, name: str) -> None:
+        if name and name not in self.names:
+            raise RequestRefused(
+                f"{name[:100]!r} is not served here; {', '.join(self.names)} is",
+                param="model",
+                fix="write that name",
+                status=404,
+                code="model_not_found",
+            )
+
+    def _name(self, wish: Sampling) -> str:
+        return wish.model or self.names[0]
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.model.created,
+            "owned_by": "deepspeed_c",
+            "max_model_len": self.model.max_model_len,
+        }
+
+    async def _encode(self, text: str, *, special: bool) -> list[int]:
+        """The tokens of a text. A thread computes them, because a long text takes as long as many steps."""
+        return await asyncio.to_thread(self.model.encode, text, special=special)
+
+    def _text_of(self, prompt: str | tuple[int, ...]) -> str:
+        return prompt if isinstance(prompt, str) else self.model.decode(prompt)
+
+    def _n_new(self, prompts: list[list[int]], wish: Sampling) -> int:
+        """Most new tokens. Raises RequestRefused for prompts that leave no space for them."""
+        n_prompt, most, wanted = max(map(len, prompts)), self.model.max_model_len, wish.max_tokens
+        if not min(map(len, prompts)):
+            raise RequestRefused("has no tokens", param="prompt", fix="send one token at least")
+        if n_prompt >= most or (wanted is not None and n_prompt + wanted > most):
+            what = f"the prompt has {n_prompt} tokens"
+            raise RequestRefused(
+                f"{what if wanted is None else f'{what}, {wanted} more are asked for'}, and {most} are the most of both",
+                param="prompt" if n_prompt >= most else "max_tokens",
+                fix="shorten the prompt, or ask for fewer tokens",
+                code="context_length_exceeded",
+            )
+        if wanted is not None:
+            return wanted
+        return min(wish.default_tokens or most, most - n_prompt)

@@ -1,0 +1,118 @@
+"""The process of a server: a socket, signals, and an end that lets running requests end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from deepspeed_c.logging import logger
+from deepspeed_c.server.app import make_app
+from deepspeed_c.server.limits import Settings
+from deepspeed_c.server.model import ServedModel
+
+__all__ = ["HttpServer", "Listening"]
+
+# Open connections get this time to send what they have, after all requests have ended.
+_LAST_BYTES_S = 5
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Listening(NamedTuple):
+    """Where a server listens, and how it ends."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    drain_s: float = 30.0
+    """Running requests get so much time after the first signal."""
+    keyfile: str | None = None
+    """Of TLS, with ``certfile``."""
+    certfile: str | None = None
+
+
+class _Protocol(H11Protocol):
+    """Gives requests the transport of their connection, so that a reader that is stuck can be cut off."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, "transport": transport}
+
+
+class HttpServer(uvicorn.Server):
+    """Serves a model that has been started.
+
+    The first SIGTERM or SIGINT turns ``/ready`` to 503 and refuses new requests. When the running ones have ended, or
+    after ``drain_s``, the server ends. A second signal ends it at once.
+    """
+
+    def __init__(self, model: ServedModel, settings: Settings, listening: Listening) -> None:
+        app = make_app(model, settings)
+        self._model, self._gate, self._listening = model, app.state.gate, listening
+        self._draining: asyncio.Task[None] | None = None
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ssl_keyfile=listening.keyfile,
+            ssl_certfile=listening.certfile,
+            timeout_graceful_shutdown=_LAST_BYTES_S,
+        )
+        super().__init__(config)
+
+    def listen(self) -> socket.socket:
+        """The socket, which accepts connections from now on. Raises OSError for an address that is in use."""
+        family = socket.AF_INET6 if ":" in self._listening.host else socket.AF_INET
+        found = socket.socket(family)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind((self._listening.host, self._listening.port))
+            found.listen(self.config.backlog)
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+    def drain(self) -> None:
+        """Begins the end; called in the event loop. A second call ends the server at once."""
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+        else:
+            self._draining.cancel()
+            self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own would end the process with the signal, after its end."""
+        loop = asyncio.get_running_loop()
+        try:
+            for each in _SIGNALS:
+                loop.add_signal_handler(each, self.drain)
+        except (RuntimeError, ValueError):  # not the main thread, where signals do not come
+            yield
+            return
+        try:
+            yield
+        finally:
+            for each in _SIGNALS:
+                loop.remove_signal_handler(each)
+
+    async def _drain(self) -> None:
+        gate = self._gate
+        gate.is_draining = True
+        logger.info("the server ends: %d request(s) run, and have %g s", gate.n_requests, self._listening.drain_s)
+        if not await gate.drained(self._listening.drain_s):
+            logger.warning("%d request(s) had not ended, and get an error", gate.n_requests)
+            await asyncio.to_thread(self._model.close)
+            await gate.drained(_LAST_BYTES_S)
+        self.should_exit = True
