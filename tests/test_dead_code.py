@@ -25,6 +25,7 @@ KEPT = {
     "_SeqAllToAll": "programs for DeepSpeed exchange tensors of their own with it",
     "dsc_pipe_parse": "tests and fuzz targets write tables with it, as dsc_pipe_format does for people",
     "register_rollout": "programs with an engine of their own for rollouts call it",
+    "build_service": "deployments name it as text, for their replicas (mii/deployment/start.py)",
     "MemoryTurns": "reinforcement learners with several engines use it",
     "WeightsFolder": "receivers of weights, which are other programs, read a folder with it",
     "receive_weights": "receivers of weights, which are other programs, take them from a process group with it",

@@ -15,7 +15,7 @@ from deepspeed_c.mii.constants import GenerationFinishReason
 from deepspeed_c.mii.data import Response
 from deepspeed_c.mii.tokenizers import MIITokenizerWrapper, load_tokenizer
 from deepspeed_c.ops.sample import Rules
-from deepspeed_c.serving import Event, Request, RequestLoop, SamplingParams
+from deepspeed_c.serving import AnswerEvent, RequestLoop, SamplingParams, ServedRequest
 from deepspeed_c.serving.tokenizer import end_tokens
 
 __all__ = ["Generator", "Wish"]
@@ -98,13 +98,13 @@ class Generator:
         self.loop.check(tokens, params)
         return Wish(prompt, tokens, params, wish.stream, wish.return_full_text)
 
-    def begin(self, wish: Wish, give: Callable[[Response | Exception], None]) -> Request:
+    def begin(self, wish: Wish, give: Callable[[Response | Exception], None]) -> ServedRequest:
         """Sends a request. ``give`` gets its pieces, the last one with a reason, or its error; called from the thread
         that owns the engine."""
         pieces: list[str] = [wish.prompt] if wish.has_prompt else []
         n_prompt, n_new = len(wish.tokens), 0
 
-        def take(event: Event) -> None:
+        def take(event: AnswerEvent) -> None:
             nonlocal n_new
             if event.error is not None:
                 give(event.error)

@@ -14,7 +14,7 @@ from deepspeed_c.mii.config import ModelConfig, split_arguments
 from deepspeed_c.mii.constants import GenerationFinishReason
 from deepspeed_c.mii.data import Response
 from deepspeed_c.mii.generator import Generator
-from deepspeed_c.serving import Request
+from deepspeed_c.serving import ServedRequest
 
 __all__ = ["MIIAsyncPipeline", "MIIPipeline", "async_pipeline", "pipeline"]
 
@@ -50,7 +50,7 @@ class _OverGenerator:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, ServedRequest] = {}
 
     @property
     def inference_engine(self) -> Any:

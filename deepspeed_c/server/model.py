@@ -17,7 +17,7 @@ from deepspeed_c.config.ragged import RaggedInferenceEngineConfig
 from deepspeed_c.errors import StateError
 from deepspeed_c.inference.v2 import InferenceEngineV2, build_hf_engine
 from deepspeed_c.logging import logger
-from deepspeed_c.serving import Event, Request, RequestLoop, SamplingParams
+from deepspeed_c.serving import AnswerEvent, RequestLoop, SamplingParams, ServedRequest
 from deepspeed_c.serving.tokenizer import end_tokens, read_tokenizer
 
 __all__ = ["AnswerStream", "Counts", "ServedModel"]
@@ -33,10 +33,10 @@ _SEEDS = 1 << 63
 class Counts(NamedTuple):
     """The work of a model. The first three are of this moment, the others since the start."""
 
-    requests: int
-    """Samples that run or wait."""
     running: int
     """Samples with blocks of keys and values."""
+    waiting: int
+    """Samples without."""
     free_blocks: int
     put_back: int
     """Samples that have given their blocks back, to be computed again."""
@@ -105,9 +105,14 @@ class ServedModel:
     @property
     def counts(self) -> Counts:
         loop, tokens = self.loop, self._tokens
-        n_free = int(self.engine.free_blocks.min())
         return Counts(
-            loop.n_requests, loop.n_running, n_free, loop.n_put_back, tokens["prompt"], tokens["found"], tokens["new"]
+            loop.n_running,
+            loop.n_waiting,
+            loop.n_free_blocks,
+            loop.n_put_back,
+            tokens["prompt"],
+            tokens["found"],
+            tokens["new"],
         )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -166,7 +171,7 @@ class ServedModel:
 
 
 class AnswerStream:
-    """The samples of one prompt, as they are written: an asynchronous iterator of (sample, Event).
+    """The samples of one prompt, as they are written: an asynchronous iterator of (sample, AnswerEvent).
 
     The last event of a sample has a reason. An event with an error is the last one of all.
     """
@@ -176,11 +181,11 @@ class AnswerStream:
         self._waiting = deque(enumerate(wishes))
         self._n_open = len(wishes)
         self._loop = asyncio.get_running_loop()
-        self._events: deque[tuple[int, Event]] = deque()
+        self._events: deque[tuple[int, AnswerEvent]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._is_woken = self._is_ended = False
         self._lock = threading.RLock()
-        self.requests: list[Request] = []
+        self.requests: list[ServedRequest] = []
         """The samples that have begun. Their fields are read only."""
         self.arrived_s = time.monotonic()
         self._begin(1)
@@ -194,7 +199,7 @@ class AnswerStream:
         for request in requests:
             self._model.loop.cancel(request)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+    async def __aiter__(self) -> AsyncIterator[tuple[int, AnswerEvent]]:
         try:
             while self._n_open:
                 while not self._events:
@@ -221,7 +226,7 @@ class AnswerStream:
                     )
                 )
 
-    def _take(self, sample: int, event: Event) -> None:
+    def _take(self, sample: int, event: AnswerEvent) -> None:
         """Called from the engine's thread."""
         if self._is_ended:
             return
@@ -231,7 +236,7 @@ class AnswerStream:
             is_first = request.n_new == 1
             self._model.count(len(self._prompt) if is_first else 0, request.n_found if is_first else 0, 1)
         if len(self._events) >= _MOST_EVENTS:
-            event = Event(
+            event = AnswerEvent(
                 error=StateError(
                     f"{_MOST_EVENTS} pieces wait, and nobody reads them",
                     where="stream",

@@ -24,17 +24,17 @@ from deepspeed_c.inference.v2 import InferenceEngineV2, SchedulingError, Schedul
 from deepspeed_c.logging import logger
 from deepspeed_c.ops import sample
 from deepspeed_c.ops.kv import BLOCK_TOKENS
-from deepspeed_c.serving.ranks import SILENCE_S, Ranks, StepOfRanks
+from deepspeed_c.serving.ranks import SILENCE_S, RanksOfSteps, StepOfRanks
 from deepspeed_c.serving.sampling import FinishReason, SamplingParams
 from deepspeed_c.serving.text import StopStrings, TextStream
 
-__all__ = ["Event", "Request", "RequestLoop"]
+__all__ = ["AnswerEvent", "RequestLoop", "ServedRequest"]
 
 
 _T = TypeVar("_T")
 
 
-class Event(NamedTuple):
+class AnswerEvent(NamedTuple):
     """A piece of an answer. The last one of a request has a reason or an error."""
 
     text: str = ""
@@ -48,17 +48,17 @@ class Event(NamedTuple):
     error: Exception | None = None
 
 
-class Request:
+class ServedRequest:
     """One prompt and its answer.
 
-    sink: called with each Event from the thread that owns the engine; it does not block, and raises nothing.
+    sink: called with each AnswerEvent from the thread that owns the engine; it does not block, and raises nothing.
     """
 
     def __init__(
         self,
         prompt: Sequence[int],
         params: SamplingParams,
-        sink: Callable[[Event], None],
+        sink: Callable[[AnswerEvent], None],
         decode: Callable[[list[int]], str],
         salt: str,
     ) -> None:
@@ -96,7 +96,7 @@ class Request:
         if self.n_new < params.n_least and params.ends:
             logits[[word for word in params.ends if word < len(logits)]] = -torch.inf
 
-    def add(self, token: int, log_prob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> Event:
+    def add(self, token: int, log_prob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> AnswerEvent:
         """The event of the next token."""
         params = self.params
         if params.grammar is not None:
@@ -116,7 +116,7 @@ class Request:
         if reason is not None and not self._stop.is_found:
             text += self._stop.add(self._text.finish())
             text += self._stop.finish()
-        return Event(text, token, log_prob, top, reason)
+        return AnswerEvent(text, token, log_prob, top, reason)
 
 
 class RequestLoop:
@@ -137,10 +137,10 @@ class RequestLoop:
         self.max_context = limits.sequence_tokens
         """Tokens of a prompt and its answer, at most."""
         self._schedule = _C.Schedule(limits.n_blocks, limits.step_sequences)
-        self._ranks = Ranks()
-        self._requests: dict[int, Request] = {}
+        self._ranks = RanksOfSteps()
+        self._requests: dict[int, ServedRequest] = {}
         self._flushed: list[int] = []  # since the last step
-        self._inbox: queue.SimpleQueue[tuple[str, Request | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._end: Exception | None = None
 
@@ -151,8 +151,8 @@ class RequestLoop:
 
     @property
     def n_requests(self) -> int:
-        """Requests that run or wait in the schedule."""
-        return len(self._requests)
+        """Requests that run or wait."""
+        return self.n_running + self.n_waiting
 
     @property
     def n_running(self) -> int:
@@ -160,24 +160,34 @@ class RequestLoop:
         return self._schedule.n_running
 
     @property
+    def n_waiting(self) -> int:
+        """Requests that have been read from the inbox, and have no blocks."""
+        return self._schedule.n_waiting
+
+    @property
+    def n_free_blocks(self) -> int:
+        """Blocks of keys and values that no request has."""
+        return self._schedule.n_free_blocks
+
+    @property
     def n_put_back(self) -> int:
         """Requests that have given their blocks back and are computed again, since the start."""
         return self._schedule.n_put_back
 
     def submit(
-        self, prompt: Sequence[int], params: SamplingParams, sink: Callable[[Event], None], salt: str = ""
-    ) -> Request:
+        self, prompt: Sequence[int], params: SamplingParams, sink: Callable[[AnswerEvent], None], salt: str = ""
+    ) -> ServedRequest:
         """Begins a request; any thread may call it. salt: prefixes are found under the same salt alone.
 
         Raises ModelError for an empty prompt and for tokens that the model does not have, SchedulingError for a request
         that can never fit, StateError after the end.
         """
         self.check(prompt, params)
-        request = Request(prompt, params, sink, self._decode, salt)
+        request = ServedRequest(prompt, params, sink, self._decode, salt)
         self._tell(("add", request))
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: ServedRequest) -> None:
         """Ends a request before the next step; any thread may call it. Its sink gets nothing more."""
         request.is_ended = True
         with contextlib.suppress(StateError):
@@ -244,7 +254,7 @@ class RequestLoop:
                 fix="shorten the prompt, ask for fewer tokens, or give memory_config more",
             )
 
-    def _tell(self, message: tuple[str, Request | None]) -> None:
+    def _tell(self, message: tuple[str, ServedRequest | None]) -> None:
         with self._lock:
             if self._end is not None:
                 raise StateError(
@@ -279,10 +289,10 @@ class RequestLoop:
         while not self._inbox.empty():
             kind, request = self._inbox.get_nowait()
             if kind == "add" and request is not None:
-                self._say(request, Event(error=error))
+                self._say(request, AnswerEvent(error=error))
         for request in [*self._requests.values()]:
             self._drop(request)
-            self._say(request, Event(error=error))
+            self._say(request, AnswerEvent(error=error))
 
     def _take_messages(self) -> bool:
         """Takes all messages. Waits for one if no request runs. Returns False after ``close``."""
@@ -302,14 +312,14 @@ class RequestLoop:
             elif kind == "cancel":
                 self._drop(request)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: ServedRequest) -> None:
         found = self._engine.count_found(torch.tensor(request.tokens), request.salt)
         number = self._schedule.add(len(request.tokens), request.n_prompt + request.params.n_new, found)
         request.n_found = found
         request.number = number
         self._requests[number] = request
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: ServedRequest) -> None:
         """Takes a request out, with its blocks."""
         number, request.number = request.number, -1
         if number < 0:
@@ -357,14 +367,14 @@ class RequestLoop:
         if rows:
             self._choose([requests[row] for row in rows], logits[rows, : self._n_words].cpu())
 
-    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+    def _fail(self, requests: Iterable[ServedRequest], error: Exception) -> None:
         """Answers the requests of a step that has failed. Other requests go on."""
         logger.error("a step of the engine has failed: %s", error)
         for request in requests:
             self._drop(request)
-            self._say(request, Event(error=error))
+            self._say(request, AnswerEvent(error=error))
 
-    def _choose(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
+    def _choose(self, requests: Sequence[ServedRequest], logits: torch.Tensor) -> None:
         """Draws the next token of each. A row whose logits allow no choice ends alone."""
         whole = {i: torch.log_softmax(logits[i].float(), -1) for i, each in enumerate(requests) if _tells(each)}
         errors = [_attempt(request.shape, row) for row, request in zip(logits, requests)]
@@ -374,12 +384,12 @@ class RequestLoop:
             chosen = [self._draw_alone(request, row) for row, request in zip(logits, requests)]
         for i, (request, choice, error) in enumerate(zip(requests, chosen, errors)):
             event = _attempt(_add, request, error or choice, whole.get(i))
-            event = Event(error=event) if isinstance(event, Exception) else event
+            event = AnswerEvent(error=event) if isinstance(event, Exception) else event
             if event.reason is not None or event.error is not None:
                 self._drop(request)
             self._say(request, event)
 
-    def _draw(self, requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
+    def _draw(self, requests: Sequence[ServedRequest], logits: torch.Tensor) -> list[int]:
         params = [request.params for request in requests]
         has_penalty = any(each.rules.repetition_penalty != 1 for each in params)
         words, _ = sample.tokens(
@@ -391,7 +401,7 @@ class RequestLoop:
         )
         return words.tolist()
 
-    def _draw_alone(self, request: Request, row: torch.Tensor) -> int | Exception:
+    def _draw_alone(self, request: ServedRequest, row: torch.Tensor) -> int | Exception:
         try:
             return self._draw([request], row[None])[0]
         except ValueError as error:
@@ -401,7 +411,7 @@ class RequestLoop:
                 fix="look for NaN in the weights, and for rules that leave no word",
             )
 
-    def _say(self, request: Request, event: Event) -> None:
+    def _say(self, request: ServedRequest, event: AnswerEvent) -> None:
         """Calls the sink, unless the request was cancelled. A sink that raises ends its own request."""
         if request.is_ended:
             return
@@ -415,7 +425,7 @@ class RequestLoop:
             self._drop(request)
 
 
-def _tells(request: Request) -> bool:
+def _tells(request: ServedRequest) -> bool:
     return request.params.n_top is not None
 
 
@@ -427,10 +437,10 @@ def _attempt(function: Callable[..., _T], *args: Any) -> _T | Exception:
         return error
 
 
-def _add(request: Request, token: int | Exception, log_probs: torch.Tensor | None) -> Event:
+def _add(request: ServedRequest, token: int | Exception, log_probs: torch.Tensor | None) -> AnswerEvent:
     """The event of a chosen token. log_probs: of the whole distribution, float [words], where they are wanted."""
     if isinstance(token, Exception):
-        return Event(error=token)
+        return AnswerEvent(error=token)
     if log_probs is None:
         return request.add(token)
     values, tokens = log_probs.topk(min(request.params.n_top or 0, len(log_probs)))

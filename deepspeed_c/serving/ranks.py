@@ -14,9 +14,9 @@ import torch
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.watchdog import watch
 
-__all__ = ["SILENCE_S", "Ranks", "StepOfRanks"]
+__all__ = ["SILENCE_S", "RanksOfSteps", "StepOfRanks"]
 
-# Ranks compare their positions after so many seconds without a step.
+# RanksOfSteps compare their positions after so many seconds without a step.
 _SILENCE_LIMIT_S = 30.0
 # An idle rank 0 sends a step without work as often.
 SILENCE_S = 10.0
@@ -40,7 +40,7 @@ class StepOfRanks(NamedTuple):
     """Whether the ranks part after it."""
 
 
-class Ranks:
+class RanksOfSteps:
     """The way of steps from rank 0 to the others."""
 
     def __init__(self) -> None:

@@ -87,10 +87,10 @@ def test_a_reader_that_goes_ends_all_samples(model: Any) -> None:
                 break
         stream.cancel()
         stream.cancel()
-        await until(lambda: model.counts.requests == 0, model)
+        await until(lambda: model.loop.n_requests == 0, model)
 
     asyncio.run(ask())
-    assert (model.counts.requests, model.counts.free_blocks) == (0, 40)
+    assert (model.loop.n_requests, model.counts.free_blocks) == (0, 40)
 
 
 def test_a_reader_that_is_too_slow_is_cut_off(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_wrong_requests_are_refused_before_they_begin(model: Any) -> None:
             model.answer([1], SamplingParams(n_new=300))
 
     asyncio.run(ask())
-    assert model.counts.requests == 0
+    assert model.loop.n_requests == 0
 
 
 def test_a_close_waits_for_what_runs(model: Any) -> None:

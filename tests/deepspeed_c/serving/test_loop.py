@@ -15,7 +15,7 @@ from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inference.v2 import RaggedInferenceEngineConfig, SchedulingError, build_hf_engine
 from deepspeed_c.ops.kv import BLOCK_TOKENS
 from deepspeed_c.ops.sample import Rules
-from deepspeed_c.serving import Event, FinishReason, Request, RequestLoop, SamplingParams
+from deepspeed_c.serving import AnswerEvent, FinishReason, RequestLoop, SamplingParams, ServedRequest
 from tests import waits
 from tests.deepspeed_c.serving.folders import byte_tokenizer, model_folder
 
@@ -48,9 +48,9 @@ class Answer:
     """What a request has got."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[AnswerEvent] = []
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: AnswerEvent) -> None:
         self.events.append(event)
 
     @property
@@ -255,7 +255,7 @@ def test_a_row_of_nan_ends_alone(folder: str) -> None:
 def test_a_sink_that_raises_ends_its_own_request(folder: str) -> None:
     loop, good = loop_of(folder), Answer()
 
-    def bad(event: Event) -> None:
+    def bad(event: AnswerEvent) -> None:
         raise ValueError("a planted fault")
 
     loop.submit([1, 2], SamplingParams(n_new=50), bad)
@@ -293,7 +293,7 @@ def test_requests_come_and_go_from_any_thread(folder: str) -> None:
     """A third is cancelled at any moment; what is left is what was there before."""
     loop = loop_of(folder, n_blocks=12)
     thread = run_in_thread(loop)
-    rng, answers = random.Random(0), list[tuple[Request, Answer, threading.Event, int]]()
+    rng, answers = random.Random(0), list[tuple[ServedRequest, Answer, threading.Event, int]]()
     lock = threading.Lock()
 
     def send(seed: int) -> None:
@@ -301,7 +301,7 @@ def test_requests_come_and_go_from_any_thread(folder: str) -> None:
         for prompt in prompts_of(50, seed, longest=30):
             done, answer = threading.Event(), Answer()
 
-            def sink(event: Event, answer: Answer = answer, done: threading.Event = done) -> None:
+            def sink(event: AnswerEvent, answer: Answer = answer, done: threading.Event = done) -> None:
                 answer(event)
                 if event.reason is not None or event.error is not None:
                     done.set()
@@ -332,7 +332,7 @@ def test_requests_come_and_go_from_any_thread(folder: str) -> None:
 def test_a_closed_loop_answers_and_refuses(folder: str) -> None:
     loop, answer, begun = loop_of(folder), Answer(), threading.Event()
 
-    def sink(event: Event) -> None:
+    def sink(event: AnswerEvent) -> None:
         answer(event)
         begun.set()
 
