@@ -812,6 +812,34 @@ FIGURES = [
         )
     ),
     Figure(
+        "16 prompts of a 350M Llama in bf16 through `mii.pipeline`: over transformers' `generate`, one after another",
+        "<= 0.55",
+        "serving",
+        {"contender": "pipeline"},
+        "ratio_to_transformers",
+    ),
+    Figure(
+        "16 prompts of a 350M Llama in bf16 through `mii.pipeline`: over the same steps of the engine alone",
+        "<= 1.05",
+        "serving",
+        {"contender": "pipeline"},
+        "ratio_to_engine",
+    ),
+    Figure(
+        "a request of one token to a deployment, over a socket: milliseconds above the engine's",
+        "<= 2",
+        "serving",
+        {"contender": "client"},
+        "ms_added",
+    ),
+    Figure(
+        "a deployment without requests: share of a core",
+        "<= 0.01",
+        "serving",
+        {"contender": "client"},
+        "idle_share",
+    ),
+    Figure(
         "the choice of one of 128,256 words with top-k 50 and top-p 0.9, 1 thread: over transformers' processors and `torch.multinomial`",
         "<= 0.2",
         "sample",

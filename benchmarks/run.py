@@ -402,6 +402,14 @@ BENCHMARKS = [
         "--rounds 1 --layers 2 --width 128",
     ),
     _script(
+        "serving",
+        "inference",
+        "benchmarks/hf/serving.py",
+        (*CORES, *GENERATION, "ops", "deepspeed_c/inference", "deepspeed_c/serving", "deepspeed_c/mii"),
+        400,
+        "--rounds 1 --layers 2 --width 128 --requests 3 --idle_s 0.1",
+    ),
+    _script(
         "prompt",
         "inference",
         "benchmarks/hf/prompt.py",
