@@ -184,6 +184,6 @@ $(QLORA): $(HF)
 
 # One command, because a second install takes longer. It holds what the stamps above stand for.
 $(ALL): $(ENV) $(SOURCES) | cores
-	@echo "building deepspeed_c, and installing 112 packages of tests and examples (2.2 GB, 5 min)"
-	$(INSTALL) -e ".[examples,hf,monitor,qlora,test,torchao,tuning]" ruff clang-format
+	@echo "building deepspeed_c, and installing 118 packages of tests and examples (2.2 GB, 5 min)"
+	$(INSTALL) -e ".[examples,hf,monitor,qlora,serve,structured,test,torchao,tuning]" ruff clang-format
 	@touch $(BUILT) $(HF) $(QLORA) $@
