@@ -45,6 +45,7 @@ def build_hf_engine(
         dtype=torch.int8 if is_int8 else own,
         tensor_parallel=engine_config.tensor_parallel,
         max_out_tokens=engine_config.state_manager.max_context,
+        replace_with_kernel_inject=True,
     )
     try:
         return InferenceEngineV2(host, engine_config)
