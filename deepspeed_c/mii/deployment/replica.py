@@ -7,6 +7,7 @@ writes events, so that the engine waits for nobody. A replica lives as long as i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import os
@@ -129,8 +130,8 @@ class _EventSender:
 class _SupervisorLink:
     """A replica's side of the connection to the supervisor."""
 
-    def __init__(self, connection: socket.socket, index: int) -> None:
-        self.connection = connection
+    def __init__(self, folder: Path, connection: socket.socket, index: int) -> None:
+        self.folder, self.connection = folder, connection
         self.writer = _EventSender(connection)
         self.lock = threading.Lock()
         self.requests: dict[int, _RunningRequest] = {}
@@ -184,6 +185,8 @@ class _SupervisorLink:
         """The deployment is over. It may be over before the model has been loaded."""
         # This limit needs no lock of the interpreter, which a stuck call may hold.
         faulthandler.dump_traceback_later(END_SECONDS, exit=True)
+        with contextlib.suppress(OSError, DeepSpeedCError):
+            registry.remove(self.folder)  # of a supervisor that was killed; one that lives removes it by itself
         with self.lock:
             service = self.service
             if service is None:
@@ -276,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     link = None
     if read_env().rank == 0:
         # Connected before the model is loaded, so that this process ends with the deployment from now on.
-        link = _SupervisorLink(registry.connect(name), options.index)
+        link = _SupervisorLink(options.folder, registry.connect(name), options.index)
         link.start()
     try:
         service = _factory(options.factory)(ModelConfig(**config["model"]))

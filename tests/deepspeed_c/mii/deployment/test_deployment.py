@@ -257,9 +257,8 @@ def test_a_killed_deployment_is_an_error_at_once_and_leaves_nothing(cache):
         error_in(lambda: client("one"), CommError)  # while the process is being taken apart, connections may succeed
         for each in pids:
             gone(each)
-        # The name is free.
-        error_in(lambda: mii.client("fake"), DeploymentNotFoundError)
         assert list(cache.iterdir()) == []
+        error_in(lambda: mii.client("fake"), DeploymentNotFoundError)
     with deployed() as client:
         assert texts(client("one")) == ["<one>"]
 
