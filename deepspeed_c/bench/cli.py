@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from deepspeed_c.bench import inference_cli
 from deepspeed_c.bench.comm import CONTENDERS, OPS, BenchedCall, CommBench, run
 from deepspeed_c.bench.plot import Chart, as_svg, as_text
 from deepspeed_c.command_line import Actions, command_parser, run_action
@@ -19,16 +20,19 @@ __all__ = ["main"]
 
 _MAX_RANKS = 16
 _DESCRIPTION = """\
-How fast what runs below training is on this machine.
+How fast the layers below training are on this machine, and how fast a server answers.
 
-  deepspeed_c bench comm       collectives among ranks of this host, over shared memory and over gloo
+  deepspeed_c bench comm                 collectives among ranks of this host, over shared memory and over gloo
+  deepspeed_c bench inference MODEL_DIR  answers of `deepspeed_c serve MODEL_DIR` under a load that does not wait for it
+  deepspeed_c bench inference --url URL  of any server with OpenAI's API
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs ``deepspeed_c bench`` with the words after it; 0.
+    """Runs ``deepspeed_c bench`` with the words after it; 0, and 1 where a request to a server failed.
 
-    Raises ConfigError for numbers out of range, CommError where a rank fails.
+    Raises ConfigError for numbers out of range or a server that answers nothing, CommError where a rank fails,
+    LaunchError where a server cannot be started.
     """
     return run_action(_parser(), argv)
 
@@ -109,7 +113,9 @@ def _names(known: Sequence[str]) -> type:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("bench", _DESCRIPTION)
     text = "collectives among ranks of this host: time, algorithm and bus bandwidth over sizes for each backend"
-    comm = Actions(parser, "comm").add("comm", _comm, text)
+    actions = Actions(parser, "comm | inference")
+    inference_cli.add(actions)
+    comm = actions.add("comm", _comm, text)
     comm.add_argument("--ranks", type=int, default=2, metavar="N", help="processes; default %(default)s")
     comm.add_argument(
         "--ops", type=_names(OPS), default=list(OPS), metavar="NAMES", help=f"of {', '.join(OPS)}; default all"
