@@ -16,6 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 HF_FLAGS ?=
 COMPRESS_FLAGS ?=
 QLORA_FLAGS ?=
+SERVE_FLAGS ?=
 TRAIN_FLAGS := $(if $(STAGE),--stage $(STAGE)) $(if $(STEPS),--steps $(STEPS)) $(if $(BUDGET),--budget $(BUDGET)) $(if $(TP),--tp $(TP)) $(if $(PP),--pp $(PP)) \
 	$(if $(EXPERTS),--experts $(EXPERTS)) $(if $(EP),--ep-size $(EP))
 
@@ -26,6 +27,7 @@ ENV := $(VENV)/.made
 BUILT := $(VENV)/.built
 HF := $(VENV)/.hf
 QLORA := $(VENV)/.qlora
+SERVE := $(VENV)/.serve
 ALL := $(VENV)/.all
 
 # Python files are installed as links (-e) and need no new build.
@@ -67,6 +69,13 @@ rl: $(HF) ## an actor that trains and generates in turn: policy optimization of 
 .PHONY: opd
 opd: $(HF) ## a small Llama that learns from its teacher on text that it writes itself (on-policy distillation) at stage 3
 	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/opd_tiny.py --stage $(or $(STAGE),3)
+
+.PHONY: serve
+serve: $(SERVE) out/hf/model/tokenizer.json ## the model of `make hf` behind a server with OpenAI's routes, which a client asks
+	$(BIN)/python examples/serve_hf.py out/hf/model $(SERVE_FLAGS)
+
+out/hf/model/tokenizer.json: | $(HF)
+	$(BIN)/deepspeed_c --num_procs $(NPROC) examples/hf_trainer.py --deepspeed examples/ds_hf_stage2.json $(HF_FLAGS)
 
 .PHONY: qlora
 qlora: $(QLORA) ## adapters beside a frozen Llama in 4 bits at stage 3: loss, and the bytes that a rank keeps
@@ -144,7 +153,7 @@ build: $(BUILT) ## environment and compiled extension only
 
 .PHONY: clean
 clean: ## remove what was built, but keep the environment's packages
-	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT) $(HF) $(QLORA) $(ALL)
+	rm -rf build dist out logs *.egg-info deepspeed_c/*.so $(BUILT) $(HF) $(QLORA) $(SERVE) $(ALL)
 	$(MAKE) -C csrc clean
 
 # The package and the C tests link the same objects, so that these are compiled once, while pip installs.
@@ -182,8 +191,13 @@ $(QLORA): $(HF)
 	$(INSTALL) -e ".[hf,qlora]"
 	@touch $@
 
+$(SERVE): $(HF)
+	@echo "installing fastapi, uvicorn and prometheus_client (1 min)"
+	$(INSTALL) -e ".[hf,serve]"
+	@touch $@
+
 # One command, because a second install takes longer. It holds what the stamps above stand for.
 $(ALL): $(ENV) $(SOURCES) | cores
 	@echo "building deepspeed_c, and installing 118 packages of tests and examples (2.2 GB, 5 min)"
 	$(INSTALL) -e ".[examples,hf,monitor,qlora,serve,structured,test,torchao,tuning]" ruff clang-format
-	@touch $(BUILT) $(HF) $(QLORA) $@
+	@touch $(BUILT) $(HF) $(QLORA) $(SERVE) $@

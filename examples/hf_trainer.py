@@ -21,12 +21,14 @@ from pathlib import Path
 
 import torch
 from text import Windows, bits, spread, standard_library, unigram_entropy
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     HfArgumentParser,
     LlamaConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
     set_seed,
@@ -84,10 +86,23 @@ def main() -> None:
     folder = Path(args.output_dir) / "model"
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
+        byte_tokenizer().save_pretrained(str(folder))
         entropy = unigram_entropy(held_out_text)
         print(f"held-out loss   {loss:.3f} nats/byte ({bits(loss):.3f} bits/byte)")
         print(f"unigram entropy {entropy:.3f} nats/byte: the loss is {loss / entropy:.2f} of it")
         print(f"model: {folder}")
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose token i is byte i, so that programs that take text can run the model."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # ByteLevel writes a byte as a character: printable ones as themselves, the others from U+0100 on, in their order.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    words = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def make_model(script: Script) -> PreTrainedModel:

@@ -28,7 +28,8 @@ def test_make_alone_lists_all_targets() -> None:
     "target, extras",
     [
         ("train", ["examples"]), ("build", ["examples"]), ("curriculum", ["examples"]), ("hf", ["examples", "hf"]),
-        ("rl", ["examples", "hf"]), ("opd", ["examples", "hf"]), ("qlora", ["examples", "hf", "hf,qlora"]), ("test", ["examples,hf,monitor,qlora,serve,structured,test,torchao,tuning"]),
+        ("rl", ["examples", "hf"]), ("opd", ["examples", "hf"]), ("qlora", ["examples", "hf", "hf,qlora"]),
+        ("serve", ["examples", "hf", "hf,serve"]), ("test", ["examples,hf,monitor,qlora,serve,structured,test,torchao,tuning"]),
         ("check", ["examples,hf,monitor,qlora,serve,structured,test,torchao,tuning"]), ("format", ["examples,hf,monitor,qlora,serve,structured,test,torchao,tuning"]),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from deepspeed_c.engine.prompts import has_encoder
 from deepspeed_c.errors import ModelError
 
-__all__ = ["Positions", "check_heads", "positions_of"]
+__all__ = ["Positions", "check_heads", "positions_of", "trained_length"]
 
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads")
 
@@ -26,6 +26,11 @@ def check_heads(config: Any, n_ranks: int) -> None:
             where="init_inference: tensor_parallel.tp_size",
             fix=f"set tp_size to {heads} or less; more ranks may hold copies of the model",
         )
+
+
+def trained_length(model: torch.nn.Module) -> int | None:
+    """Tokens of a text in the training of a model of transformers; None: unknown. Rotary positions go on beyond it."""
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 class Positions(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_c.errors import ModelError
+from deepspeed_c.inference.limits import trained_length
 from deepspeed_c.inference.v2 import InferenceEngineV2, build_hf_engine
 from deepspeed_c.mii.config import GenerateParamsConfig, ModelConfig
 from deepspeed_c.mii.constants import GenerationFinishReason
@@ -45,7 +46,7 @@ class Generator:
         self.loop = RequestLoop(engine, tokenizer.decode, tokenizer.vocab_size)
         of_model = end_tokens(engine.model(), None)
         self._ends = end_tokens(engine.model(), _end_of(tokenizer, bool(of_model)))
-        lengths = (self.loop.longest, model_config.max_length, _trained_length(engine.model()))
+        lengths = (self.loop.longest, model_config.max_length, trained_length(engine.model()))
         self.max_length = min(length for length in lengths if length is not None)
         """Tokens of a prompt and its answer, for requests that do not say."""
 
@@ -124,12 +125,6 @@ class Generator:
         """Ends the engine."""
         self.loop.close()
         self.engine.destroy()
-
-
-def _trained_length(model: torch.nn.Module) -> int | None:
-    """Tokens of a text in the training of the model; None: unknown."""
-    text = model.config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None)
 
 
 def _end_of(tokenizer: MIITokenizerWrapper, has_other: bool) -> int | None:
