@@ -128,7 +128,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("offload", "weights", "compression", "kv", "threads"),
     },
     "serving": {"logging", "comm", "ops", "_C", "inference"},
-    "server": {"config", "logging", "ops", "inference", "serving"},
+    "server": {"config", "logging", "ops", "inject", "inference", "serving"},
     "mii": {"config", "logging", "ops", "_C", "inject", "inference", "serving", "launcher"},
     "rollout": {"config", "logging", "quantity", "accelerator", "ops", "kv", "engine", "moe", "inference"},
     "plan": {

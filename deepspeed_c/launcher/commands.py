@@ -75,6 +75,10 @@ COMMANDS: dict[str, Command] = {
         "deepspeed_c.inference.cli:main",
         (("deepspeed_c generate --help", "text by the model of a Hugging Face folder, on one rank or on several"),),
     ),
+    "serve": Command(
+        "deepspeed_c.server.cli:main",
+        (("deepspeed_c serve --help", "the model of a Hugging Face folder for clients of OpenAI's API, over HTTP"),),
+    ),
     "compress": Command(
         "deepspeed_c.compression.cli:main",
         (

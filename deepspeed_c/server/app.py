@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -18,15 +18,31 @@ from deepspeed_c._version import __version__
 from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inference.v2 import SchedulingError
 from deepspeed_c.logging import logger
+from deepspeed_c.server.chat import render, template_of
+from deepspeed_c.server.chats import ChatWriter
 from deepspeed_c.server.completions import CompletionWriter
 from deepspeed_c.server.errors import RequestRefused, error_object
-from deepspeed_c.server.fields import Bounds, Sampling, decode_body, read_completion, read_texts, read_tokens
+from deepspeed_c.server.fields import (
+    Bounds,
+    Chat,
+    Sampling,
+    Texts,
+    decode_body,
+    read_chat,
+    read_completion,
+    read_texts,
+    read_tokens,
+)
 from deepspeed_c.server.generation import Generation
 from deepspeed_c.server.limits import Gate, Keys, Settings
 from deepspeed_c.server.metrics import Metrics
 from deepspeed_c.server.model import ServedModel
 from deepspeed_c.server.replies import Reply, TokenNames, Writer
 from deepspeed_c.server.sending import EventStream, JsonResponse, read_body, refusal, until_gone
+from deepspeed_c.server.structured import TokenGrammar, grammar_of, grammar_of_tools
+from deepspeed_c.server.tools import parser_of
+from deepspeed_c.serving import SamplingParams
+from deepspeed_c.serving.sampling import Grammar
 
 __all__ = ["make_app"]
 
@@ -63,6 +79,7 @@ def _add_routes(app: FastAPI, server: _Server) -> None:
     guarded = APIRouter(dependencies=[Depends(server.check_key)])
     for path, route in (
         ("/v1/completions", server.complete),
+        ("/v1/chat/completions", server.chat),
         ("/tokenize", server.tokenize),
         ("/detokenize", server.detokenize),
     ):
@@ -79,6 +96,13 @@ def _add_routes(app: FastAPI, server: _Server) -> None:
         ("/version", server.version),
     ):
         app.add_api_route(path, route, methods=["GET"])
+
+
+class _Prepared(NamedTuple):
+    prompts: list[list[int]]
+    writer: Writer
+    form: TokenGrammar | None
+    """Of each answer; None: any text."""
 
 
 class _Server:
@@ -106,24 +130,66 @@ class _Server:
         wish = read_completion(await self._body(request), self.bounds)
         self._check_model(wish.sampling.model)
 
-        async def prepare() -> tuple[list[list[int]], Writer]:
+        def prepare() -> _Prepared:
             prompts = [
-                await self._encode(prompt, special=wish.special) if isinstance(prompt, str) else [*prompt]
-                for prompt in wish.prompts
+                self.model.encode(each, special=wish.special) if isinstance(each, str) else [*each]
+                for each in wish.prompts
             ]
-            echoed = [self._text_of(prompt) for prompt in wish.prompts] if wish.echo else []
-            head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name(wish.sampling)}
-            return prompts, CompletionWriter(head, wish.sampling, self.token_names, echoed)
+            echoed = [each if isinstance(each, str) else self.model.decode(each) for each in wish.prompts]
+            writer = CompletionWriter(
+                self._head("cmpl", wish.sampling), wish.sampling, self.token_names, echoed if wish.echo else []
+            )
+            return _Prepared(prompts, writer, self._form(wish.sampling))
 
-        return await self._answer(request, wish.sampling, len(wish.prompts), prepare, continues=True)
+        return await self._answer(
+            request, wish.sampling, len(wish.prompts), prepare, ("prompt", "max_tokens"), continues=True
+        )
+
+    async def chat(self, request: Request) -> Response:
+        wish = read_chat(await self._body(request), self.bounds)
+        self._check_model(wish.sampling.model)
+        tokenizer, n_words = self.model.tokenizer, self.bounds.n_words
+        tools = None if wish.tool_choice == "none" else wish.tools
+
+        def prepare() -> _Prepared:
+            parser = parser_of(template_of(tokenizer, tools, self.settings.chat_template)) if tools else None
+            of_tools = grammar_of_tools(
+                tools,
+                wish.tool_choice,
+                parser,
+                tokenizer,
+                n_words,
+                self.bounds.ends,
+                is_parallel=wish.parallel_tool_calls,
+            )
+            form = self._form(wish.sampling)
+            if form is not None and of_tools is not None:
+                raise RequestRefused(
+                    "a tool must be called, and another field gives a form as well",
+                    param="tool_choice",
+                    fix='write "auto", or leave the form out',
+                )
+            text = self._render(wish, wish.messages, tools)
+            writer = ChatWriter(
+                self._head("chatcmpl", wish.sampling), wish, self.token_names, self.settings.response_role, parser
+            )
+            return _Prepared([self.model.encode(text, special=wish.special)], writer, of_tools or form)
+
+        fields = ("messages", "max_completion_tokens")
+        return await self._answer(request, wish.sampling, 1, prepare, fields, continues=wish.continue_final_message)
 
     async def tokenize(self, request: Request) -> Response:
         wish = read_texts(await self._body(request))
         self._check_model(wish.model)
-        tokens = await self._encode(wish.prompt or "", special=wish.special is not False)
-        found = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens, "token_strs": None}
-        if wish.token_strings:
-            found["token_strs"] = self.model.tokenizer.convert_ids_to_tokens(tokens)
+
+        def encode() -> list[int]:
+            is_chat = wish.messages is not None
+            text = self._render(wish, wish.messages, wish.tools) if wish.messages is not None else wish.prompt or ""
+            return self.model.encode(text, special=not is_chat if wish.special is None else wish.special)
+
+        tokens = await asyncio.to_thread(encode)
+        names = self.model.tokenizer.convert_ids_to_tokens(tokens) if wish.token_strings else None
+        found = {"count": len(tokens), "max_model_len": self.model.max_model_len, "tokens": tokens, "token_strs": names}
         return JsonResponse(found)
 
     async def detokenize(self, request: Request) -> Response:
@@ -181,11 +247,14 @@ class _Server:
         request: Request,
         wish: Sampling,
         n_prompts: int,
-        prepare: Callable[[], Awaitable[tuple[list[list[int]], Writer]]],
+        prepare: Callable[[], _Prepared],
+        fields: tuple[str, str],
         *,
         continues: bool,
     ) -> Response:
-        """Lets a request in, begins its answers and writes them. prepare: makes the prompts from what has been read."""
+        """Lets a request in, begins its answers and writes them. prepare: encodes the prompts. A
+        thread calls it, because a long text takes as long as many steps. fields: with the prompt, and with the number of
+        new tokens."""
         owner = request.state.owner
         leave = self.gate.enter(owner, wish.n * n_prompts)
         generation: Generation | None = None
@@ -196,11 +265,13 @@ class _Server:
                 generation.close()
 
         try:
-            prompts, writer = await prepare()
-            params = wish.params(self._n_new(prompts, wish), continues=continues)
+            prompts, writer, form = await asyncio.to_thread(prepare)
+            params = wish.params(self._n_new(prompts, wish, fields), continues=continues)
+            forms = [] if form is None else [form.copy() for _ in range(wish.n * n_prompts)]
             if self.settings.logs_requests:
-                logger.info("request %s: %d prompt(s), %s", writer.head["id"], n_prompts, wish)
-            generation = self._begin(prompts, wish, owner, params)
+                texts = [self.model.decode(prompt, special=True) for prompt in prompts]
+                logger.info("request %s: %r, prompts %r", writer.head["id"], wish, texts)
+            generation = self._begin(prompts, wish, owner, params, forms)
             reply = Reply(generation, writer, wish.n * n_prompts, self._error_object)
             if wish.stream:
                 return EventStream(reply.pieces(), close, self.settings.stall_s)
@@ -213,10 +284,12 @@ class _Server:
             self.metrics.refused.labels(str(status)).inc()
         return JsonResponse(body, status)
 
-    def _begin(self, prompts: list[list[int]], wish: Sampling, owner: str, params: Any) -> Generation:
-        salt = "" if self.settings.shares_prefixes or not owner else f"{owner}:"
+    def _begin(
+        self, prompts: list[list[int]], wish: Sampling, owner: str, params: SamplingParams, forms: Sequence[Grammar]
+    ) -> Generation:
+        salt = wish.cache_salt if self.settings.shares_prefixes or not owner else f"{owner}:{wish.cache_salt}"
         try:
-            return Generation(self.model, self.metrics, prompts, params, n=wish.n, salt=salt + wish.cache_salt)
+            return Generation(self.model, self.metrics, prompts, params, n=wish.n, salt=salt, grammars=forms)
         except (ModelError, SchedulingError) as error:
             raise RequestRefused(error.what, param="prompt", fix=error.fix) from error
         except StateError as error:
@@ -240,9 +313,6 @@ class _Server:
                 code="model_not_found",
             )
 
-    def _name(self, wish: Sampling) -> str:
-        return wish.model or self.names[0]
-
     def _card(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
@@ -252,23 +322,36 @@ class _Server:
             "max_model_len": self.model.max_model_len,
         }
 
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
-        """The tokens of a text. A thread computes them, because a long text takes as long as many steps."""
-        return await asyncio.to_thread(self.model.encode, text, special=special)
+    def _head(self, prefix: str, wish: Sampling) -> dict[str, Any]:
+        name = wish.model or self.names[0]
+        return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
-    def _text_of(self, prompt: str | tuple[int, ...]) -> str:
-        return prompt if isinstance(prompt, str) else self.model.decode(prompt)
+    def _form(self, wish: Sampling) -> TokenGrammar | None:
+        others = {name: value for name, value in wish.structure.items() if name != "response_format"}
+        asked = wish.structure.get("response_format")
+        return grammar_of(asked, others, self.model.tokenizer, self.bounds.n_words, self.bounds.ends)
 
-    def _n_new(self, prompts: list[list[int]], wish: Sampling) -> int:
+    def _render(self, wish: Chat | Texts, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        return render(
+            self.model.tokenizer,
+            messages,
+            tools,
+            add_generation_prompt=wish.add_generation_prompt,
+            continue_final_message=wish.continue_final_message,
+            template=self.settings.chat_template,
+            kwargs=wish.template_kwargs,
+        )
+
+    def _n_new(self, prompts: list[list[int]], wish: Sampling, fields: tuple[str, str]) -> int:
         """Most new tokens. Raises RequestRefused for prompts that leave no space for them."""
         n_prompt, most, wanted = max(map(len, prompts)), self.model.max_model_len, wish.max_tokens
         if not min(map(len, prompts)):
-            raise RequestRefused("has no tokens", param="prompt", fix="send one token at least")
+            raise RequestRefused("has no tokens", param=fields[0], fix="send one token at least")
         if n_prompt >= most or (wanted is not None and n_prompt + wanted > most):
             what = f"the prompt has {n_prompt} tokens"
             raise RequestRefused(
                 f"{what if wanted is None else f'{what}, {wanted} more are asked for'}, and {most} are the most of both",
-                param="prompt" if n_prompt >= most else "max_tokens",
+                param=fields[n_prompt < most],
                 fix="shorten the prompt, or ask for fewer tokens",
                 code="context_length_exceeded",
             )

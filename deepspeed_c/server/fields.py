@@ -34,7 +34,8 @@ __all__ = [
 
 _T = TypeVar("_T")
 _SHOWN_CHARACTERS = 60
-_LARGEST_SEED = 2**62 - 1
+# Samples of a request have seeds behind one another, below 2^62.
+_SEEDS = 1 << 61
 _LARGEST_COUNT = 2**31 - 1
 _DEFAULT_TOKENS = 16  # of a completion, in OpenAI's API
 
@@ -398,7 +399,7 @@ def _sampling(
             min_p=fields.number("min_p", 0.0, 0, 1),
             repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
         ),
-        seed=secrets.randbelow(_LARGEST_SEED + 1) if seed is None else seed % (_LARGEST_SEED + 1),
+        seed=secrets.randbelow(_SEEDS) if seed is None else seed % _SEEDS,
         n=fields.integer("n", 1, 1, bounds.max_n),
         max_tokens=max_tokens,
         default_tokens=default,

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import logger
 from deepspeed_c.server.app import make_app
 from deepspeed_c.server.limits import Settings
 from deepspeed_c.server.model import ServedModel
 
-__all__ = ["HttpServer", "Listening"]
+__all__ = ["HttpServer", "Listening", "bind"]
 
 # Open connections get this time to send what they have, after all requests have ended.
 _LAST_BYTES_S = 5
@@ -35,6 +36,25 @@ class Listening(NamedTuple):
     keyfile: str | None = None
     """Of TLS, with ``certfile``."""
     certfile: str | None = None
+
+
+def bind(listening: Listening) -> socket.socket:
+    """A socket at the address, which takes no connections yet. Raises ConfigError for an address that cannot be had."""
+    host, port = listening.host, listening.port
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+        except BaseException:
+            found.close()
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen there: {error}", where=f"--host {host} --port {port}", fix="name an address that is free"
+        ) from error
+    return found
 
 
 class _Protocol(H11Protocol):
@@ -70,19 +90,6 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
 
-    def listen(self) -> socket.socket:
-        """The socket, which accepts connections from now on. Raises OSError for an address that is in use."""
-        family = socket.AF_INET6 if ":" in self._listening.host else socket.AF_INET
-        found = socket.socket(family)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind((self._listening.host, self._listening.port))
-            found.listen(self.config.backlog)
-        except BaseException:
-            found.close()
-            raise
-        return found
-
     def drain(self) -> None:
         """Begins the end; called in the event loop. A second call ends the server at once."""
         if self._draining is None:
@@ -90,6 +97,15 @@ class HttpServer(uvicorn.Server):
         else:
             self._draining.cancel()
             self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begins to take connections, and says where."""
+        await super().startup(sockets)
+        for sock in sockets or ():
+            host, port = sock.getsockname()[:2]
+            scheme = "https" if self._listening.certfile else "http"
+            where = f"[{host}]" if ":" in host else host
+            logger.info("%s is served at %s://%s:%d/v1", self._model.name, scheme, where, port)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

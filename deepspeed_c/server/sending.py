@@ -108,6 +108,7 @@ class EventStream(Response):
             # A client that reads nothing keeps its connection, and the bytes that wait for it.
             if self._is_stuck() and (transport := scope.get("state", {}).get("transport")) is not None:
                 transport.abort()
+                await asyncio.sleep(0)  # the connection is told of its end
         finally:
             self._close()
 

@@ -26,13 +26,14 @@ NAMES: dict[str, dict[str, str]] = {
     "mii.batching": _PIPELINES,
     "mii.batching.data_classes": _RESPONSE,
     "mii.batching.ragged_batching": {**_PIPELINES, **_RESPONSE},
+    "mii.entrypoints.openai_api_server": {"main": "deepspeed_c.server.cli:main_of_mii"},
     "mii.logging": {"logger": "deepspeed_c.logging:logger"},
     "mii.utils": {"generate_deployment_name": "deepspeed_c.mii.config:generate_deployment_name"},
     "mii.version": {"__version__": "deepspeed_c.compat.alias.version:MII_VERSION"},
 }
 
 _AZURE = "deploy a container that calls mii.serve; no files for Azure Machine Learning are written here"
-_COMMAND = "mii.serve(..., enable_restful_api=True) answers HTTP requests"
+_COMMAND = "python -m mii.entrypoints.openai_api_server and mii.serve(..., enable_restful_api=True) answer HTTP requests"
 _INNER = "mii.pipeline, mii.serve and mii.client reach what this part of MII did"
 _DEPLOY = "use mii.serve(model_name_or_path, ...)"
 _HANDLE = "use mii.client(deployment_name)"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from deepspeed_c.config.ragged import RaggedInferenceEngineConfig
 from tests import waits
+from tests.deepspeed_c.serving.folders import model_folder
 
 LIMIT_SECONDS = 60.0
 
@@ -62,9 +63,10 @@ async def _one_token(model: Any) -> None:
 @contextlib.contextmanager
 def listening(model: Any, settings: Any, drain_s: float = 30.0) -> Iterator[Running]:
     """A server of a model that has been started."""
-    from deepspeed_c.server.listen import HttpServer, Listening
+    from deepspeed_c.server.listen import HttpServer, Listening, bind
 
-    http = HttpServer(model, settings, Listening(port=0, drain_s=drain_s))
+    where = Listening(port=0, drain_s=drain_s)
+    http = HttpServer(model, settings, where)
     begun, loops = threading.Event(), []
 
     async def main() -> None:
@@ -72,10 +74,11 @@ def listening(model: Any, settings: Any, drain_s: float = 30.0) -> Iterator[Runn
         begun.set()
         await http.serve([sock])
 
-    with http.listen() as sock:
+    with bind(where) as sock:
         thread = threading.Thread(target=lambda: asyncio.run(main()), name="server", daemon=True)
         thread.start()
         waits.set_within(begun)
+        until(lambda: http.started)
         loop = loops[0]
         port = sock.getsockname()[1]
         try:
@@ -91,3 +94,22 @@ def until(holds: Callable[[], bool], what: Callable[[], Any] = lambda: "", limit
     while not holds():
         assert time.monotonic() < end, f"not within {limit:g} s: {what()}"
         time.sleep(0.005)
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}{# <tool_call> #}"
+)
+"""Writes calls as Hermes' models do."""
+
+
+def chat_folder(folder: Any, template: str = TEMPLATE) -> str:
+    """A model's folder whose tokenizer has a chat template."""
+    from transformers import AutoTokenizer
+
+    path = model_folder(folder)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return path
