@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -51,6 +51,8 @@ class ModelCard(msgspec.Struct):
     id: str
     max_model_len: int | None = None
     """Tokens of a prompt and its answer; vLLM and ``deepspeed_c serve`` say so."""
+    vocab_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """Ids in prompts are below this number; None if the server does not say so."""
 
 
 class _ModelList(msgspec.Struct):
@@ -298,6 +300,5 @@ async def check_target(load: Load, target: ServerTarget, card: ModelCard, where:
         raise ConfigError(
             f"a first request to {target.address} failed: {probe.error}: {probe.message}",
             where=where,
-            fix="--vocab-size is above all ids of prompts, --text sends words in their place, --allow-eos leaves"
-            " ignore_eos out",
+            fix="--vocab-size N sends ids below N, --text sends words in place of ids, --allow-eos leaves ignore_eos out",
         )

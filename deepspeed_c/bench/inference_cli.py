@@ -25,7 +25,7 @@ from deepspeed_c.errors import ConfigError
 __all__ = ["add"]
 
 _WHERE = "deepspeed_c bench inference"
-# Every vocabulary of a published model has so many words.
+# For servers that do not say how many words they have: the vocabularies of published models are larger.
 _FEWEST_WORDS = 1000
 
 
@@ -54,7 +54,7 @@ def add(actions: Actions) -> None:
         "--vocab-size",
         type=int,
         metavar="N",
-        help=f"ids of prompts are below it; default: that of MODEL_DIR, with --url {_FEWEST_WORDS}",
+        help=f"ids of prompts are below it; default: as /v1/models says, or {_FEWEST_WORDS}",
     )
     parser.add_argument("--text", action="store_true", help="prompts are words, for servers that take no ids")
     parser.add_argument("--allow-eos", action="store_true", help="do not send ignore_eos; answers may be shorter")
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace) -> int:
         prompt_tokens=parse_lengths(options.prompt_tokens, "--prompt-tokens"),
         new_tokens=parse_lengths(options.new_tokens, "--new-tokens"),
         seed=options.seed,
-        n_words=options.vocab_size or _n_words(options.model_dir),
+        n_words=options.vocab_size or _FEWEST_WORDS,
         is_text=options.text,
     )
     key = _key(options)
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     print(f"{measured.target.address}/v1, model {measured.target.model}")
     print(as_table(load, found, concurrency=options.concurrency))
     if options.json:
-        _write(Path(options.json), options, load, measured, found)
+        _write(Path(options.json), options, measured, found)
     return 0 if found.n_answered == found.n_requests else 1
 
 
@@ -137,26 +137,8 @@ def _key(options: argparse.Namespace) -> str:
     return key
 
 
-def _n_words(folder: str | None) -> int:
-    """The vocabulary of a folder. Raises ConfigError."""
-    if folder is None:
-        return _FEWEST_WORDS
-    path = Path(folder, "config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        found = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"no vocab_size can be read: {error!r}",
-            where=str(path),
-            fix="name a folder of Hugging Face, or --vocab-size",
-        ) from error
-    if not isinstance(found, int) or found < 1:
-        raise ConfigError(f"vocab_size is {found!r}", where=str(path), fix="write --vocab-size")
-    return found
-
-
 class _MeasuredLoad(NamedTuple):
+    load: Load
     target: ServerTarget
     card: ModelCard
     asked: Asked
@@ -164,10 +146,12 @@ class _MeasuredLoad(NamedTuple):
 
 async def _measure(options: argparse.Namespace, load: Load, address: Address, key: str) -> _MeasuredLoad:
     card = await read_card(address, key, options.model, _WHERE)
+    if options.vocab_size is None and card.vocab_size is not None:
+        load = msgspec.structs.replace(load, n_words=card.vocab_size)
     target = ServerTarget(address, card.id, key, options.timeout, options.temperature, not options.allow_eos)
     await check_target(load, target, card, _WHERE)
     asked = await ask_all(load, target, concurrency=options.concurrency, report=_progress(load.n_requests))
-    return _MeasuredLoad(target, card, asked)
+    return _MeasuredLoad(load, target, card, asked)
 
 
 def _progress(n_requests: int) -> Any:
@@ -182,9 +166,9 @@ def _progress(n_requests: int) -> Any:
     return show
 
 
-def _write(path: Path, options: argparse.Namespace, load: Load, measured: _MeasuredLoad, found: LoadSummary) -> None:
+def _write(path: Path, options: argparse.Namespace, measured: _MeasuredLoad, found: LoadSummary) -> None:
     """Raises ConfigError where the file cannot be written. The key is not in it."""
-    target = measured.target
+    load, target = measured.load, measured.target
     result = {
         "url": f"{target.address}/v1",
         "model": target.model,

@@ -60,10 +60,7 @@ def test_words_in_place_of_ids(capsys):
     assert "prompts of 3 to 5 words" in capsys.readouterr().out
 
 
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 7}}')
-    return str(tmp_path)
+FOLDER = "a folder"
 
 
 def starts(monkeypatch, command_of):
@@ -81,7 +78,7 @@ def starts(monkeypatch, command_of):
     return started
 
 
-def test_a_server_is_started_for_a_folder_and_ended(monkeypatch, folder, capsys, tmp_path):
+def test_a_server_is_started_for_a_folder_and_ended(monkeypatch, capsys, tmp_path):
     commands = []
 
     def command_of(command):
@@ -90,29 +87,29 @@ def test_a_server_is_started_for_a_folder_and_ended(monkeypatch, folder, capsys,
 
     started, path = starts(monkeypatch, command_of), tmp_path / "found.json"
     words = ["--serve-options", "--max-model-len 64 --x 'a b'", "--json", str(path)]
-    assert main(["inference", folder, *words, *SMALL]) == 0
+    assert main(["inference", FOLDER, *words, *SMALL]) == 0
     assert "answered 12 of 12" in capsys.readouterr().out
-    assert commands[0][1:5] == ["-m", "deepspeed_c", "serve", folder] and commands[0][5:7] == ["--host", "127.0.0.1"]
+    assert commands[0][1:5] == ["-m", "deepspeed_c", "serve", FOLDER] and commands[0][5:7] == ["--host", "127.0.0.1"]
     assert commands[0][-4:] == ["--max-model-len", "64", "--x", "a b"]
-    assert json.loads(path.read_text())["load"]["n_words"] == 7
+    assert json.loads(path.read_text())["load"]["n_words"] == 1000
     assert [process.poll() is not None for process in started] == [True, True]
 
 
-def test_a_server_that_does_not_start(monkeypatch, folder):
+def test_a_server_that_does_not_start(monkeypatch):
     program = "print('loading'); raise SystemExit('no such model')"
     started = starts(monkeypatch, lambda command: [sys.executable, "-c", program])
     with pytest.raises(LaunchError, match="ended with exit code 1; its last lines:\nloading\nno such model\nFix"):
-        main(["inference", folder, *SMALL])
+        main(["inference", FOLDER, *SMALL])
     assert [process.poll() is not None for process in started] == [True, True]
 
 
-def test_a_server_that_does_not_get_ready(monkeypatch, folder):
+def test_a_server_that_does_not_get_ready(monkeypatch):
     started = starts(
         monkeypatch, lambda command: [sys.executable, "-c", f"import time; time.sleep({waits.LIMIT_SECONDS})"]
     )
     monkeypatch.setattr(bench_server, "_READY_LIMIT_S", 0.3)
     with pytest.raises(LaunchError, match="is not ready after 0.3 s"):
-        main(["inference", folder, *SMALL])
+        main(["inference", FOLDER, *SMALL])
     assert [process.poll() is not None for process in started] == [True, True]
 
 
@@ -137,19 +134,20 @@ def test_a_server_that_does_not_get_ready(monkeypatch, folder):
         (["--url", "http://a", "--api-key", "a\r\nb"], "--api-key"),
         (["--url", "http://a", "--api-key-file", "/absent"], "--api-key-file"),
         (["FOLDER", "--api-key", "a"], "has no keys"),
-        (["/absent"], "config.json"),
     ],
 )
-def test_wrong_words_are_refused(folder, words, where):
+def test_wrong_words_are_refused(words, where):
     with pytest.raises(ConfigError, match=where):
-        main(["inference", *(folder if word == "FOLDER" else word for word in words)])
+        main(["inference", *words])
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"vocab_size": "x"}', '{"hidden_size": 4}', '{"vocab_size": -1}'])
-def test_a_folder_without_a_vocabulary_is_refused(tmp_path, text):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="vocab"):
-        main(["inference", str(tmp_path)])
+@pytest.mark.parametrize("words, n_words", [([], 7), (["--vocab-size", "3"], 3)])
+def test_the_vocabulary_is_the_server_s(words, n_words, tmp_path):
+    path = tmp_path / "found.json"
+    with FakeServer(models=b'{"data": [{"id": "a", "vocab_size": 7}]}') as server:
+        assert main(["inference", "--url", server.url, "--json", str(path), *words, *SMALL]) == 0
+        ids = {word for body in server.bodies[1:] for word in body["prompt"]}
+    assert ids == set(range(n_words)) and json.loads(path.read_text())["load"]["n_words"] == n_words
 
 
 def test_the_client_needs_no_torch():
