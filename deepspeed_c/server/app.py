@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -272,7 +273,7 @@ class _Server:
                 texts = [self.model.decode(prompt, special=True) for prompt in prompts]
                 logger.info("request %s: %r, prompts %r", writer.head["id"], wish, texts)
             generation = self._begin(prompts, wish, owner, params, forms)
-            reply = Reply(generation, writer, wish.n * n_prompts, self._error_object)
+            reply = Reply(generation, writer, wish.n * n_prompts, functools.partial(self._error_object, form))
             if wish.stream:
                 return EventStream(reply.pieces(), close, self.settings.stall_s)
             body, status = await until_gone(request.receive, reply.whole())
@@ -295,9 +296,10 @@ class _Server:
         except StateError as error:
             raise RequestRefused(error.what, fix="look at /health", status=503) from error
 
-    def _error_object(self, error: Exception) -> tuple[dict[str, Any], int]:
-        """The body and the status for an error of the engine."""
-        status = 500 if self.model.is_alive else 503
+    def _error_object(self, form: TokenGrammar | None, error: Exception) -> tuple[dict[str, Any], int]:
+        """The body and the status for an error of the engine. A form that turns out to be too much work, or to leave no
+        token beside the other fields, is a mistake of the request."""
+        status = 400 if form is not None and isinstance(error, ModelError) else 500 if self.model.is_alive else 503
         return error_object(f"the answer has failed: {type(error).__name__}: {error}", status), status
 
     async def _body(self, request: Request) -> dict[str, Any]:

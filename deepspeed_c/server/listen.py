@@ -22,6 +22,8 @@ __all__ = ["HttpServer", "Listening", "bind"]
 
 # Open connections get this time to send what they have, after all requests have ended.
 _LAST_BYTES_S = 5
+# Longer than clients keep a connection (httpx: 5 s), so that none is closed while its client sends the next request.
+_KEEP_ALIVE_S = 75
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -86,6 +88,7 @@ class HttpServer(uvicorn.Server):
             server_header=False,
             ssl_keyfile=listening.keyfile,
             ssl_certfile=listening.certfile,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_LAST_BYTES_S,
         )
         super().__init__(config)

@@ -33,7 +33,9 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 _AZURE = "deploy a container that calls mii.serve; no files for Azure Machine Learning are written here"
-_COMMAND = "python -m mii.entrypoints.openai_api_server and mii.serve(..., enable_restful_api=True) answer HTTP requests"
+_COMMAND = (
+    "python -m mii.entrypoints.openai_api_server and mii.serve(..., enable_restful_api=True) answer HTTP requests"
+)
 _INNER = "mii.pipeline, mii.serve and mii.client reach what this part of MII did"
 _DEPLOY = "use mii.serve(model_name_or_path, ...)"
 _HANDLE = "use mii.client(deployment_name)"
