@@ -1,4 +1,4 @@
-"""Answers of a form: JSON, a regular expression, one of some texts, a call of a tool.
+"""Structured output: JSON, a regular expression, a choice of texts, a call of a tool.
 
 llguidance says which tokens can come next, and the end tokens of the model are among them only where the text is whole.
 """
@@ -58,7 +58,7 @@ class TokenGrammar:
         return np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little", count=n_words).view(bool)
 
     def accept(self, token: int) -> None:
-        """Takes a token that was chosen; end tokens too. Raises ModelError for one that cannot come next."""
+        """Takes a token that was chosen; end tokens too. Raises ModelError if the token cannot come next."""
         if not self._matcher.consume_token(token):
             raise self._error()
 
@@ -90,8 +90,8 @@ def grammar_of(
         n_words: of the model's logits.
         ends: the model's end tokens.
 
-    Raises RequestRefused with the name of the field for a form that is malformed, that llguidance does not know, or that
-    no text has; also for a tokenizer that is not fast, and without llguidance.
+    Raises RequestRefused with the name of the field if the form is malformed, unknown to llguidance or impossible, if
+    the tokenizer is not fast, and if llguidance is not installed.
     """
     found = [*_forms_of(response_format, structured)]
     if len(found) > 1:
@@ -185,8 +185,8 @@ def _source(param: str, form: str, value: Any) -> str:
     if form == "regex":
         if not isinstance(value, str):
             raise RequestRefused(f"{_shown(value)} is no text", param=param, fix="write a regular expression")
-        # Classes such as \d are those of ASCII: tables of Unicode differ from one version to the next, so a client's
-        # own check could refuse a rare digit.
+        # \d, \w and \s mean ASCII, because tables of Unicode differ between versions: a client's own check could refuse
+        # a rare digit.
         return matcher.grammar_from_regex(_package(param).regex_to_lark(value, "dws"))
     if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
         raise RequestRefused(f"{_shown(value)} is no list of texts", param=param, fix="write one text at least")
@@ -243,8 +243,8 @@ def _compile(source: str, param: str, tokenizer: Any, n_words: int, ends: Iterab
 
 @functools.lru_cache(maxsize=4)
 def _words(tokenizer: Any, n_words: int, ends: frozenset[int]) -> Any:
-    """The tokenizer for llguidance, which takes about a second for 100,000 words. Raises ValueError for one that is not
-    fast, or without an end token among its words."""
+    """The tokenizer for llguidance; building it takes about a second for 100,000 words. Raises ValueError if the
+    tokenizer is not fast, and if none of ``ends`` is among its words."""
     import llguidance.hf
 
     n_all = max(n_words, len(tokenizer))
@@ -263,7 +263,7 @@ def _refused(text: str, param: str) -> RequestRefused:
 
 
 def _check_finite(schema: dict[str, Any], param: str) -> None:
-    """Raises RequestRefused for a schema that only endless text meets: one that requires itself."""
+    """Raises RequestRefused if only endless text meets the schema, because it requires itself."""
     try:
         targets = {each: _target(schema, each) for each in _references(schema)}
         if len(targets) > _MOST_REFERENCES:

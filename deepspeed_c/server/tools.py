@@ -1,4 +1,4 @@
-"""Calls of tools in the answers of a model: the functions of a request, and the forms in which models write calls.
+"""Calls of tools: the functions of a request, and three forms of calls in the answers of models.
 
 Each form is a class. It reads an answer that comes in pieces, and the pieces of text and calls that it gives back are
 the same wherever the answer was cut. A call is given back when it is whole, so its arguments are JSON in any case; text
@@ -57,7 +57,7 @@ class ToolParser(Protocol):
 
     @classmethod
     def lark(cls, functions: Sequence[ToolFunction], tokenizer: Any, *, is_parallel: bool) -> str:
-        """A grammar in llguidance's Lark for answers that call one of ``functions``, or several if ``is_parallel``."""
+        """A grammar in llguidance's Lark: the answer is a call of one of ``functions``. is_parallel: or several calls."""
 
 
 def read_functions(tools: Sequence[Any]) -> list[ToolFunction]:
@@ -93,10 +93,10 @@ def read_functions(tools: Sequence[Any]) -> list[ToolFunction]:
 
 
 def chosen_functions(tools: Sequence[Any] | None, tool_choice: Any) -> list[ToolFunction] | None:
-    """The functions one of which must be called. None: the model may also write text.
+    """The functions to choose from if the answer must be a call. None: the model may also write text.
 
     Args:
-        tool_choice: "none", "auto", "required", ``{"type": "function", "function": {"name": ...}}``, or None for "auto".
+        tool_choice: "none", "auto", "required", or ``{"type": "function", "function": {"name": ...}}``. None: "auto".
 
     Raises RequestRefused for another choice, and for a function that is not among the tools.
     """
@@ -127,7 +127,7 @@ def chosen_functions(tools: Sequence[Any] | None, tool_choice: Any) -> list[Tool
 
 
 def parser_of(template: str) -> type[ToolParser]:
-    """The form of a template's calls. Raises RequestRefused for a template without one of the three forms."""
+    """The form of a template's calls. Raises RequestRefused if the template has none of the three forms."""
     found: type[ToolParser] | None = None
     if "<tool_call>" in template:
         # Other models write XML within the same tag.
@@ -193,9 +193,9 @@ class _ParserOfForm:
     may_lack_tag: ClassVar[bool] = False
     """Whether an answer may begin with the value: the tag is a special token, and text does not show those."""
     separators: ClassVar[str] = ""
-    """Characters after which another value may follow without a tag."""
+    """Characters between two values without a tag."""
     keys: ClassVar[tuple[str, ...]] = ("arguments",)
-    """Names under which a call has its arguments."""
+    """Names of the field with the arguments, the first one preferred."""
 
     def __init__(self) -> None:
         self._state: Callable[[str], None] = self._begin
@@ -299,7 +299,7 @@ class _ParserOfForm:
             self._go_on(text)
 
     def _give_up(self) -> None:
-        """What was held is text."""
+        """Writes the held characters as text."""
         text = "".join(self._prefix + self._value)
         self._prefix, self._value, self._state = [], [], self._in_text
         self._say(text)
@@ -328,7 +328,7 @@ class _ParserOfForm:
         return pieces
 
     def _read(self, text: str) -> list[tuple[str, str]]:
-        """Names and arguments. Empty: the value has no calls, or one that is wrong."""
+        """Names and arguments. Empty: the value has no calls, or a wrong one."""
         try:
             found = []
             for call in self.calls_of(json.loads(text)):

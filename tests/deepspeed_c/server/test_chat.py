@@ -66,7 +66,10 @@ def test_arguments_of_calls_are_objects_for_the_template(tokenizer: Any) -> None
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "abc", "content": "5"},
     ]
-    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}"
+        "{% endfor %}{% endfor %}"
+    )
     assert render(tokenizer, messages, template=template) == '{"a": [1, "ü"]}'
     empty = {**CALL, "function": {"name": "f", "arguments": ""}}
     assert render(tokenizer, [{"role": "assistant", "tool_calls": [empty]}], template=template) == "{}"

@@ -1,5 +1,5 @@
-"""Answers of a form: what a random model writes is JSON of its schema, matches its expression, or is one of the choices;
-a form that no text has is refused before work."""
+"""Structured output: answers of a random model are JSON of their schema, match their expression, or are one of the
+choices; impossible forms are refused before work."""
 
 from __future__ import annotations
 

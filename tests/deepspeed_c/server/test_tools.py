@@ -1,4 +1,4 @@
-"""Calls of tools in answers: the same wherever an answer is cut, text where there is no call, the forms of templates."""
+"""Calls of tools in answers: the same wherever an answer is cut, broken calls as text, the forms of templates."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_answers_are_read_the_same_wherever_they_are_cut(form: type, text: str, 
 
 @pytest.mark.parametrize("form", ANSWERS)
 def test_texts_of_random_parts_lose_nothing(form: type) -> None:
-    """What is no call comes back to the letter."""
+    """Text without a call comes back to the letter."""
     parts = [
         form.tag,
         form.tag[:3],
@@ -171,7 +171,7 @@ def test_text_comes_at_once_and_half_a_tag_is_held_back() -> None:
 
 
 def test_a_long_call_is_read() -> None:
-    """400,000 characters in pieces, many of which look like ends; white space before and behind."""
+    """400,000 characters in pieces, with tags in a string; white space before and behind."""
     text = json.dumps({"name": "f", "arguments": {"text": "<tool_call>{</tool_call>" * 16_000}})
     text = " " * 20_000 + "<tool_call>" + " " * 20_000 + text + " " * 20_000
     parser = HermesToolParser()
