@@ -112,7 +112,12 @@ COMMANDS: dict[str, Command] = {
     ),
     "bench": Command(
         "deepspeed_c.bench.cli:main",
-        (("deepspeed_c bench --help", "how fast ranks of this host exchange data, over shared memory and over gloo"),),
+        (
+            (
+                "deepspeed_c bench --help",
+                "how fast ranks of this host exchange data, and how fast a server answers a load",
+            ),
+        ),
     ),
     "inject": Command(
         "deepspeed_c.inject.cli:main",
