@@ -165,6 +165,12 @@ class Env:
     timeout_minutes: float | None = _Variable("DEEPSPEED_TIMEOUT", None, float, 0.0)
     """DEEPSPEED_TIMEOUT: minutes that one collective may take."""
 
+    ssl_keyfile: str | None = _Variable("SSL_KEYFILE", None, str)
+    """SSL_KEYFILE: the key of MII's server with --ssl."""
+
+    ssl_certfile: str | None = _Variable("SSL_CERTFILE", None, str)
+    """SSL_CERTFILE: the certificate of MII's server with --ssl."""
+
     run_token: str | None = _Variable(RUN_TOKEN, None, str, is_secret=True)
     """DSC_RUN_TOKEN: a secret that only the processes of one run know. The watchdog ends the run only on messages with
     this secret. The deepspeed_c launcher makes a new secret for each run. Under other launchers it can be set by hand,

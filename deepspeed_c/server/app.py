@@ -26,7 +26,7 @@ from deepspeed_c.server.errors import RequestRefused, error_object
 from deepspeed_c.server.fields import (
     Bounds,
     Chat,
-    Sampling,
+    SamplingFields,
     Texts,
     decode_body,
     read_chat,
@@ -34,11 +34,11 @@ from deepspeed_c.server.fields import (
     read_texts,
     read_tokens,
 )
-from deepspeed_c.server.generation import Generation
-from deepspeed_c.server.limits import Gate, Keys, Settings
+from deepspeed_c.server.generation import RequestAnswers
+from deepspeed_c.server.limits import ApiKeys, Gate, ServerSettings
 from deepspeed_c.server.metrics import Metrics
 from deepspeed_c.server.model import ServedModel
-from deepspeed_c.server.replies import Reply, TokenNames, Writer
+from deepspeed_c.server.replies import Reply, ReplyWriter, TokenNames
 from deepspeed_c.server.sending import EventStream, JsonResponse, read_body, refusal, until_gone
 from deepspeed_c.server.structured import TokenGrammar, grammar_of, grammar_of_tools
 from deepspeed_c.server.tools import parser_of
@@ -63,7 +63,7 @@ _ELSEWHERE = {
 _CLIENT_GONE = 499  # nginx's number; nobody reads it
 
 
-def make_app(model: ServedModel, settings: Settings) -> FastAPI:
+def make_app(model: ServedModel, settings: ServerSettings) -> FastAPI:
     """The application for a model that has been started. ``app.state.gate`` counts its requests."""
     server = _Server(model, settings)
     app = FastAPI(title="deepspeed_c", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
@@ -101,7 +101,7 @@ def _add_routes(app: FastAPI, server: _Server) -> None:
 
 class _Prepared(NamedTuple):
     prompts: list[list[int]]
-    writer: Writer
+    writer: ReplyWriter
     form: TokenGrammar | None
     """Of each answer; None: any text."""
 
@@ -109,7 +109,7 @@ class _Prepared(NamedTuple):
 class _Server:
     """The work behind the routes."""
 
-    def __init__(self, model: ServedModel, settings: Settings) -> None:
+    def __init__(self, model: ServedModel, settings: ServerSettings) -> None:
         self.model, self.settings = model, settings
         self.names = settings.names or (model.name,)
         self.bounds = Bounds(
@@ -119,13 +119,13 @@ class _Server:
             max_n=settings.max_n,
             max_logprobs=settings.max_logprobs,
         )
-        self.keys = Keys(settings.keys)
+        self.keys = ApiKeys(settings.keys)
         self.gate = Gate(settings)
         self.metrics = Metrics(model)
         self.token_names = TokenNames(model.tokenizer)
 
     async def check_key(self, request: Request) -> None:
-        request.state.owner = self.keys.owner(request.headers.get("authorization"))
+        request.scope["owner"] = self.keys.owner(request.headers.get("authorization"))
 
     async def complete(self, request: Request) -> Response:
         wish = read_completion(await self._body(request), self.bounds)
@@ -246,19 +246,21 @@ class _Server:
     async def _answer(
         self,
         request: Request,
-        wish: Sampling,
+        wish: SamplingFields,
         n_prompts: int,
         prepare: Callable[[], _Prepared],
         fields: tuple[str, str],
         *,
         continues: bool,
     ) -> Response:
-        """Lets a request in, begins its answers and writes them. prepare: encodes the prompts. A
-        thread calls it, because a long text takes as long as many steps. fields: with the prompt, and with the number of
-        new tokens."""
-        owner = request.state.owner
+        """Lets a request in, begins its answers and writes them.
+
+        prepare: encodes the prompts, in a thread, because a long text takes as long as many steps. fields: the names of
+        the fields with the prompt and with the number of new tokens.
+        """
+        owner = request.scope["owner"]
         leave = self.gate.enter(owner, wish.n * n_prompts)
-        generation: Generation | None = None
+        generation: RequestAnswers | None = None
 
         def close() -> None:
             leave()
@@ -286,11 +288,16 @@ class _Server:
         return JsonResponse(body, status)
 
     def _begin(
-        self, prompts: list[list[int]], wish: Sampling, owner: str, params: SamplingParams, forms: Sequence[Grammar]
-    ) -> Generation:
+        self,
+        prompts: list[list[int]],
+        wish: SamplingFields,
+        owner: str,
+        params: SamplingParams,
+        forms: Sequence[Grammar],
+    ) -> RequestAnswers:
         salt = wish.cache_salt if self.settings.shares_prefixes or not owner else f"{owner}:{wish.cache_salt}"
         try:
-            return Generation(self.model, self.metrics, prompts, params, n=wish.n, salt=salt, grammars=forms)
+            return RequestAnswers(self.model, self.metrics, prompts, params, n=wish.n, salt=salt, grammars=forms)
         except (ModelError, SchedulingError) as error:
             raise RequestRefused(error.what, param="prompt", fix=error.fix) from error
         except StateError as error:
@@ -324,11 +331,11 @@ class _Server:
             "max_model_len": self.model.max_model_len,
         }
 
-    def _head(self, prefix: str, wish: Sampling) -> dict[str, Any]:
+    def _head(self, prefix: str, wish: SamplingFields) -> dict[str, Any]:
         name = wish.model or self.names[0]
         return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
 
-    def _form(self, wish: Sampling) -> TokenGrammar | None:
+    def _form(self, wish: SamplingFields) -> TokenGrammar | None:
         others = {name: value for name, value in wish.structure.items() if name != "response_format"}
         asked = wish.structure.get("response_format")
         return grammar_of(asked, others, self.model.tokenizer, self.bounds.n_words, self.bounds.ends)
@@ -344,15 +351,15 @@ class _Server:
             kwargs=wish.template_kwargs,
         )
 
-    def _n_new(self, prompts: list[list[int]], wish: Sampling, fields: tuple[str, str]) -> int:
+    def _n_new(self, prompts: list[list[int]], wish: SamplingFields, fields: tuple[str, str]) -> int:
         """Most new tokens. Raises RequestRefused for prompts that leave no space for them."""
         n_prompt, most, wanted = max(map(len, prompts)), self.model.max_model_len, wish.max_tokens
         if not min(map(len, prompts)):
             raise RequestRefused("has no tokens", param=fields[0], fix="send one token at least")
         if n_prompt >= most or (wanted is not None and n_prompt + wanted > most):
-            what = f"the prompt has {n_prompt} tokens"
+            asked = "" if wanted is None else f", {wanted} more are asked for"
             raise RequestRefused(
-                f"{what if wanted is None else f'{what}, {wanted} more are asked for'}, and {most} are the most of both",
+                f"the prompt has {n_prompt} tokens{asked}, and {most} are the most of both",
                 param=fields[n_prompt < most],
                 fix="shorten the prompt, or ask for fewer tokens",
                 code="context_length_exceeded",

@@ -1,4 +1,4 @@
-"""The command ``deepspeed_c serve``, and MII's ``python -m mii.entrypoints.openai_api_server`` over it."""
+"""The command ``deepspeed_c serve``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from deepspeed_c.config.ragged import RaggedInferenceEngineConfig
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.inject.folder import config_of
-from deepspeed_c.server.limits import Settings
+from deepspeed_c.server.limits import ServerSettings
 from deepspeed_c.server.listen import HttpServer, Listening, bind
 from deepspeed_c.server.model import ServedModel
 
-__all__ = ["main", "main_of_mii"]
+__all__ = ["add_cors", "main"]
 
 _WHERE = "deepspeed_c serve"
 _DEFAULT_LENGTH = 8192  # of models that name no length
@@ -38,15 +38,6 @@ Serve the model of a Hugging Face folder to clients of OpenAI's API. docs/servin
 
 SIGTERM lets running requests end, and the exit code is 0 then.
 """
-# Option of MII's module -> option of this command, where both take one value.
-_OF_MII = {
-    "host": "--host",
-    "port": "--port",
-    "max_length": "--max-model-len",
-    "tensor_parallel": "--tensor-parallel-size",
-    "chat_template": "--chat-template",
-    "response_role": "--response-role",
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,31 +69,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def main_of_mii(argv: Sequence[str] | None = None) -> int:
-    """MII's module, with its arguments. Requests that name no ``max_tokens`` follow OpenAI's defaults, not MII's."""
-    options = _parser_of_mii().parse_args(argv)
-    for flag, value, fix in (
-        ("--load-balancer", options.load_balancer, "leave it out: this process has the model itself"),
-        ("--replica-num", options.replica_num != 1, "start a server for each replica, at ports of their own"),
-    ):
-        if value:
-            raise ConfigError("other processes with the model are not asked", where=flag, fix=fix)
-    words = [options.model]
-    for name, flag in _OF_MII.items():
-        if (value := getattr(options, name)) is not None:
-            words += [flag, str(value)]
-    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
-        words += [f"--{name.replace('_', '-')}", json.dumps(getattr(options, name))]
-    words += ["--allow-credentials"] if options.allow_credentials else []
-    words += ["--api-key", *options.api_keys] if options.api_keys else []
-    if options.ssl:
-        for flag, variable in (("--ssl-keyfile", "SSL_KEYFILE"), ("--ssl-certfile", "SSL_CERTFILE")):
-            if variable not in os.environ:
-                raise ConfigError("is not set", where=variable, fix="name the file there, or leave --ssl out")
-            words += [flag, os.environ[variable]]
-    return main(words)
-
-
 def _follow(model: ServedModel) -> int:
     """The work of a rank other than 0, until rank 0 ends."""
     for each in (signal.SIGTERM, signal.SIGINT):  # rank 0 gets the signal too, and ends after its requests
@@ -122,7 +88,7 @@ def _end(model: ServedModel) -> None:
         dist.destroy_process_group()
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace) -> ServerSettings:
     origins, methods, headers = options.allowed_origins, options.allowed_methods, options.allowed_headers
     cors = (
         ("allow_origins", tuple(origins or ())),
@@ -130,7 +96,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         ("allow_headers", tuple(headers or ["*"])),
         ("allow_credentials", options.allow_credentials),
     )
-    return Settings(
+    return ServerSettings(
         names=tuple(options.served_model_name or ()),
         keys=(*(options.api_key or ()), *_keys_of(options.api_key_file)),
         shares_prefixes=options.share_prefixes,
@@ -257,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
                         help="find prompts that begin alike in the memory; default: yes")  # fmt: skip
     engine.add_argument("--num-gpu-blocks-override", type=int, metavar="N",
-                        help="blocks of 16 tokens in the memory, on a CPU too; default: what is free, but for 1 GB")  # fmt: skip
+                        help="blocks of 16 tokens, on a CPU too; default: the free memory, without 1 GB")  # fmt: skip
     engine.add_argument("--deterministic", action="store_true", help="an answer has the same bits beside any others")
     chats = parser.add_argument_group("chats")
     chats.add_argument("--chat-template", metavar="FILE", help="file, or text, of a template; default: the tokenizer's")
@@ -282,11 +248,11 @@ def _parser() -> argparse.ArgumentParser:
     web.add_argument("--enable-log-requests", action="store_true", help="log prompts and fields")
     web.add_argument("--ssl-keyfile", metavar="FILE")
     web.add_argument("--ssl-certfile", metavar="FILE")
-    _add_cors(web, None)
+    add_cors(web, None)
     return parser
 
 
-def _add_cors(parser: Any, default: list[str] | None) -> None:
+def add_cors(parser: Any, default: list[str] | None) -> None:
     """Options for pages of other origins, as vLLM and MII have them."""
     parser.add_argument("--allow-credentials", action="store_true", help="cookies of pages of other origins")
     for name in ("origins", "methods", "headers"):
@@ -299,26 +265,3 @@ def _list_of_json(text: str) -> list[str]:
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise ValueError(f"{text!r} is no list of strings")
     return found
-
-
-def _parser_of_mii() -> argparse.ArgumentParser:
-    text = "The server of deepspeed_c, with the arguments of MII's."
-    parser = argparse.ArgumentParser("mii.entrypoints.openai_api_server", description=text, allow_abbrev=False)
-    parser.add_argument("--model", required=True, metavar="DIR", help="folder of the model; there is no default here")
-    parser.add_argument(
-        "--deployment-name", metavar="NAME", help="read, without an effect: this process is the deployment"
-    )
-    parser.add_argument("--load-balancer", metavar="ADDRESS", help="refused")
-    parser.add_argument("--max-length", "--max_length", type=int, metavar="N", help="tokens of a prompt and its answer")
-    parser.add_argument("--host", default="0.0.0.0", help="default %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="default %(default)s")
-    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks; default %(default)s")
-    parser.add_argument("--replica-num", type=int, default=1, metavar="N", help="1; more are refused")
-    parser.add_argument("--chat-template", metavar="FILE", help="file, or text, of a template")
-    parser.add_argument("--response-role", default="assistant", metavar="ROLE", help="default %(default)s")
-    parser.add_argument(
-        "--api-keys", type=lambda text: text.split(","), metavar="KEYS", help="with commas between them"
-    )
-    parser.add_argument("--ssl", action="store_true", help="TLS, with the files of SSL_KEYFILE and SSL_CERTFILE")
-    _add_cors(parser, ["*"])
-    return parser

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed_c.server.fields import Sampling
+from deepspeed_c.server.fields import SamplingFields
 from deepspeed_c.server.replies import TokenNames, completion_logprobs
 from deepspeed_c.serving import AnswerEvent
 
@@ -17,7 +17,7 @@ class CompletionWriter:
 
     whole_object = piece_object = "text_completion"
 
-    def __init__(self, head: dict[str, Any], wish: Sampling, names: TokenNames, echoed: Sequence[str]) -> None:
+    def __init__(self, head: dict[str, Any], wish: SamplingFields, names: TokenNames, echoed: Sequence[str]) -> None:
         self.head, self.wish = head, wish
         self._names, self._echoed = names, echoed
         self._offsets: dict[int, int] = {}

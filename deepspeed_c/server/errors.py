@@ -31,8 +31,8 @@ class RequestRefused(DeepSpeedCError, ValueError):
         what: the event, with the value and the limit that it breaks.
         param: the field of the body: ``messages[2].role``; "" for the request itself.
         fix: the way out for the client.
-        status: of HTTP. 400: the request is wrong; 401: its key; 404: the model or the path; 413: its size; 429: it came
-            too soon; 503: the server takes no requests.
+        status: of HTTP. 400: the request is wrong; 401: its key; 404: the model or the path; 413: its size; 429: it
+            came too soon; 503: the server takes no requests.
         code: a word that programs compare: "model_not_found"; "" if there is none.
         retry_after_s: with 429 and 503, the time after which the client may ask again.
     """

@@ -22,7 +22,7 @@ __all__ = [
     "Bounds",
     "Chat",
     "Completion",
-    "Sampling",
+    "SamplingFields",
     "Texts",
     "TokenList",
     "decode_body",
@@ -106,7 +106,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingFields:
     """The fields of completions and chats alike. ``None`` where a request does not say."""
 
     model: str
@@ -151,7 +151,7 @@ class Sampling:
 class Completion:
     """The body of ``/v1/completions``."""
 
-    sampling: Sampling
+    sampling: SamplingFields
     prompts: tuple[str | tuple[int, ...], ...]
     """Texts, or tokens."""
     echo: bool
@@ -163,7 +163,7 @@ class Completion:
 class Chat:
     """The body of ``/v1/chat/completions``. Messages and tools are checked where they become a prompt."""
 
-    sampling: Sampling
+    sampling: SamplingFields
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     tool_choice: Any
@@ -213,7 +213,7 @@ def decode_body(body: bytes) -> dict[str, Any]:
 
 def read_completion(body: dict[str, Any], bounds: Bounds) -> Completion:
     """Raises RequestRefused for a wrong field."""
-    fields = _Fields(body)
+    fields = _BodyFields(body)
     prompts = _prompts(fields, bounds)
     n_top = fields.integer("logprobs", None, 0, bounds.max_logprobs)
     sampling = _sampling(
@@ -240,7 +240,7 @@ def read_completion(body: dict[str, Any], bounds: Bounds) -> Completion:
 
 def read_chat(body: dict[str, Any], bounds: Bounds) -> Chat:
     """Raises RequestRefused for a wrong field."""
-    fields = _Fields(body)
+    fields = _BodyFields(body)
     messages = fields.objects("messages")
     if not messages:
         raise RequestRefused("there are no messages", param="messages", fix="send one at least")
@@ -274,7 +274,7 @@ def read_chat(body: dict[str, Any], bounds: Bounds) -> Chat:
 
 def read_texts(body: dict[str, Any]) -> Texts:
     """Raises RequestRefused for a wrong field."""
-    fields = _Fields(body)
+    fields = _BodyFields(body)
     prompt, messages = fields.string("prompt"), fields.objects("messages")
     if (prompt is None) == (messages is None):
         what = "there is no prompt" if prompt is None else "there are messages as well"
@@ -295,14 +295,14 @@ def read_texts(body: dict[str, Any]) -> Texts:
 
 def read_tokens(body: dict[str, Any], bounds: Bounds) -> TokenList:
     """Raises RequestRefused for a wrong field."""
-    fields = _Fields(body)
+    fields = _BodyFields(body)
     tokens = fields.take("tokens", (list,), "a list of tokens")
     found = TokenList(fields.string("model") or "", _tokens("tokens", tokens or [], bounds))
     fields.refuse_rest()
     return found
 
 
-class _Fields:
+class _BodyFields:
     """The fields of a body. A field that is null is one that is not there."""
 
     def __init__(self, body: dict[str, Any]) -> None:
@@ -372,15 +372,15 @@ class _Fields:
 
 
 def _sampling(
-    fields: _Fields, bounds: Bounds, max_tokens: int | None, n_top: int | None, default: int | None = None
-) -> Sampling:
+    fields: _BodyFields, bounds: Bounds, max_tokens: int | None, n_top: int | None, default: int | None = None
+) -> SamplingFields:
     n_words = bounds.n_words
     top_k = fields.integer("top_k", 0, -1, _LARGEST_COUNT)
     options = fields.take("stream_options", (dict,), "an object")
     stream = fields.flag("stream", False)
     if options is not None and not stream:
         raise RequestRefused("is given, and stream is not true", param="stream_options", fix="leave it out")
-    of_stream = _Fields(options or {})
+    of_stream = _BodyFields(options or {})
     ends = frozenset(
         _tokens("stop_token_ids", fields.take("stop_token_ids", (list,), "a list of tokens") or [], bounds)
     )
@@ -390,7 +390,7 @@ def _sampling(
             f"is {least}, and max_tokens is {max_tokens}", param="min_tokens", fix="write at most max_tokens"
         )
     seed = fields.integer("seed", None, -(2**63), 2**64 - 1)
-    found = Sampling(
+    found = SamplingFields(
         model=fields.string("model") or "",
         rules=Rules(
             temperature=fields.number("temperature", 1.0, 0, 2),
@@ -426,7 +426,7 @@ def _sampling(
     return found
 
 
-def _prompts(fields: _Fields, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(fields: _BodyFields, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:
     what = "a text, a list of texts, tokens or a list of lists of tokens"
     found = fields.take("prompt", (str, list), what)
     if found is None:
@@ -469,7 +469,7 @@ def _tokens(name: str, tokens: list[Any], bounds: Bounds) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _stop(fields: _Fields, bounds: Bounds) -> tuple[str, ...]:
+def _stop(fields: _BodyFields, bounds: Bounds) -> tuple[str, ...]:
     found = fields.take("stop", (str, list), "a string or a list of strings")
     strings = [found] if isinstance(found, str) else found or []
     if len(strings) > bounds.max_stop:
@@ -489,9 +489,9 @@ def _stop(fields: _Fields, bounds: Bounds) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _bias(fields: _Fields, n_words: int) -> tuple[tuple[int, float], ...]:
+def _bias(fields: _BodyFields, n_words: int) -> tuple[tuple[int, float], ...]:
     found = fields.take("logit_bias", (dict,), "an object from tokens to numbers") or {}
-    values = _Fields(found)
+    values = _BodyFields(found)
     bias = []
     for name in found:
         try:
@@ -513,7 +513,7 @@ def _bias(fields: _Fields, n_words: int) -> tuple[tuple[int, float], ...]:
     return tuple(bias)
 
 
-def _ends_of_template(fields: _Fields) -> dict[str, bool]:
+def _ends_of_template(fields: _BodyFields) -> dict[str, bool]:
     continues = fields.flag("continue_final_message", False)
     begins = fields.flag("add_generation_prompt", not continues)
     if continues and begins:

@@ -12,10 +12,10 @@ from deepspeed_c.server.model import AnswerStream, ServedModel
 from deepspeed_c.serving import AnswerEvent, SamplingParams
 from deepspeed_c.serving.sampling import Grammar
 
-__all__ = ["Generation"]
+__all__ = ["RequestAnswers"]
 
 
-class Generation:
+class RequestAnswers:
     """The answers of one request. Answer ``i * n + j`` is sample j of prompt i.
 
     Args:

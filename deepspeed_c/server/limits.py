@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from deepspeed_c.server.errors import RequestRefused
 
-__all__ = ["Gate", "Keys", "Settings"]
+__all__ = ["ApiKeys", "Gate", "ServerSettings"]
 
 _MEBIBYTE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """The options of a server."""
 
     names: tuple[str, ...] = ()
@@ -47,7 +46,7 @@ class Settings:
     """Arguments of starlette's CORSMiddleware. (): pages of other origins cannot read answers."""
 
 
-class Keys:
+class ApiKeys:
     """The keys of clients. Their digests are kept, and compared in a time that does not depend on what is equal."""
 
     def __init__(self, keys: Sequence[str]) -> None:
@@ -83,7 +82,7 @@ def _digest(key: str) -> bytes:
 class Gate:
     """Counts requests that are inside, and lets no more in than the settings allow. Used from one event loop."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._requests: Counter[str] = Counter()
         self.n_answers = 0
@@ -125,14 +124,9 @@ class Gate:
 
         return leave
 
-    @contextlib.contextmanager
-    def inside(self, owner: str, n: int) -> Iterator[None]:
-        """``enter``, for a block of code."""
-        leave = self.enter(owner, n)
-        try:
-            yield
-        finally:
-            leave()
+    def close(self) -> None:
+        """Lets nothing new in."""
+        self.is_draining = True
 
     def check_open(self) -> None:
         """Raises RequestRefused with the status 503 while the server ends."""

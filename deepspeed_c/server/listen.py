@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import logger
 from deepspeed_c.server.app import make_app
-from deepspeed_c.server.limits import Settings
+from deepspeed_c.server.limits import ServerSettings
 from deepspeed_c.server.model import ServedModel
 
 __all__ = ["HttpServer", "Listening", "bind"]
@@ -74,7 +74,7 @@ class HttpServer(uvicorn.Server):
     after ``drain_s``, the server ends. A second signal ends it at once.
     """
 
-    def __init__(self, model: ServedModel, settings: Settings, listening: Listening) -> None:
+    def __init__(self, model: ServedModel, settings: ServerSettings, listening: Listening) -> None:
         app = make_app(model, settings)
         self._model, self._gate, self._listening = model, app.state.gate, listening
         self._draining: asyncio.Task[None] | None = None
@@ -128,7 +128,7 @@ class HttpServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         gate = self._gate
-        gate.is_draining = True
+        gate.close()
         logger.info("the server ends: %d request(s) run, and have %g s", gate.n_requests, self._listening.drain_s)
         if not await gate.drained(self._listening.drain_s):
             logger.warning("%d request(s) had not ended, and get an error", gate.n_requests)

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from deepspeed_c.server.fields import Sampling
-from deepspeed_c.server.generation import Generation
+from deepspeed_c.server.fields import SamplingFields
+from deepspeed_c.server.generation import RequestAnswers
 from deepspeed_c.server.sending import event_bytes
 from deepspeed_c.serving import AnswerEvent
 
-__all__ = ["Reply", "TokenNames", "Writer", "chat_logprobs", "completion_logprobs"]
+__all__ = ["Reply", "ReplyWriter", "TokenNames", "chat_logprobs", "completion_logprobs"]
 
 # JSON has no infinity; the number is vLLM's.
 _LEAST_LOG_PROB = -9999.0
@@ -91,12 +91,12 @@ def chat_logprobs(events: Sequence[AnswerEvent], names: TokenNames) -> dict[str,
     return {"content": content, "refusal": None}
 
 
-class Writer(Protocol):
+class ReplyWriter(Protocol):
     """The form of the answers of one route."""
 
     head: dict[str, Any]
     """The fields ``id``, ``created`` and ``model``."""
-    wish: Sampling
+    wish: SamplingFields
     whole_object: str
     piece_object: str
 
@@ -118,8 +118,8 @@ class Reply:
 
     def __init__(
         self,
-        generation: Generation,
-        writer: Writer,
+        generation: RequestAnswers,
+        writer: ReplyWriter,
         n_answers: int,
         error_object: Callable[[Exception], tuple[dict[str, Any], int]],
     ) -> None:

@@ -35,7 +35,7 @@ def engine_config(**manager: Any) -> RaggedInferenceEngineConfig:
 @contextlib.contextmanager
 def served(folder: str, settings: Any = None, drain_s: float = 30.0, **manager: Any) -> Iterator[Running]:
     """The server of a folder on a free port, until the block ends."""
-    from deepspeed_c.server.limits import Settings
+    from deepspeed_c.server.limits import ServerSettings
     from deepspeed_c.server.model import ServedModel
 
     model = ServedModel.load(folder, "tiny", engine_config(**manager))
@@ -44,7 +44,7 @@ def served(folder: str, settings: Any = None, drain_s: float = 30.0, **manager: 
         asyncio.run(_one_token(model))
         # One rank needs no group any more, and no test may leave one.
         dist.destroy_process_group()
-        with listening(model, settings or Settings(), drain_s) as found:
+        with listening(model, settings or ServerSettings(), drain_s) as found:
             yield found
     finally:
         model.close()

@@ -22,6 +22,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
 running = pytest.importorskip("tests.deepspeed_c.server.running")
 cli = pytest.importorskip("deepspeed_c.server.cli")
+cli_of_mii = pytest.importorskip("deepspeed_c.server.cli_of_mii")
 
 SERVE = [sys.executable, "-m", "deepspeed_c", "serve"]
 MII = [sys.executable, "-m", "deepspeed_c", "run", sys.executable, "-m", "mii.entrypoints.openai_api_server", "--model"]
@@ -167,7 +168,7 @@ def test_a_port_that_is_taken(folder: str) -> None:
 )
 def test_what_mii_does_in_other_processes_is_refused(folder: str, words: list[str], where: str) -> None:
     with pytest.raises(ConfigError) as error:
-        cli.main_of_mii(["--model", folder, *words])
+        cli_of_mii.main(["--model", folder, *words])
     assert error.value.where == where
 
 

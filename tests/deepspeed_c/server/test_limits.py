@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 def serving(model: Any, key: str = "none", **settings: Any) -> Iterator[tuple[Any, Any]]:
     """(server, client)"""
     with (
-        running.listening(model, limits.Settings(**settings)) as server,
+        running.listening(model, limits.ServerSettings(**settings)) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60) as client,
     ):
         yield server, client
@@ -70,7 +70,7 @@ def test_a_key_is_needed_and_never_logged(model: Any, caplog: pytest.LogCaptureF
             assert httpx.get(server.url + path).status_code == 200
         for key in KEYS:
             assert ask(client.with_options(api_key=key)).choices[0].text
-        assert "key-of" not in repr(limits.Settings(keys=KEYS))
+        assert "key-of" not in repr(limits.ServerSettings(keys=KEYS))
     logged = "\n".join(
         record.getMessage() for record in caplog.records if record.name.startswith(("deepspeed_c", "uvicorn"))
     )
