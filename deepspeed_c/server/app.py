@@ -329,6 +329,7 @@ class _Server:
             "created": self.model.created,
             "owned_by": "deepspeed_c",
             "max_model_len": self.model.max_model_len,
+            "vocab_size": self.model.n_words,
         }
 
     def _head(self, prefix: str, wish: SamplingFields) -> dict[str, Any]:
