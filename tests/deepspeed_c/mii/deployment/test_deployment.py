@@ -411,9 +411,14 @@ def test_an_idle_deployment_sleeps():
     with deployed(enable_restful_api=True, restful_api_port=0) as client:
         client("one")
         pids = tree_of(supervisor_of("fake"))
-        before = wakes(pids)
-        time.sleep(1.0)
-        assert wakes(pids) - before <= 4, "something polls"
+        found = []
+        for _ in range(20):  # the end of the request may come late
+            before = wakes(pids)
+            time.sleep(1.0)
+            found.append(wakes(pids) - before)
+            if found[-1] <= 4:
+                break
+        assert found[-1] <= 4, f"something polls: {found} wakes a second"
 
 
 def test_a_client_of_another_host_is_refused():
