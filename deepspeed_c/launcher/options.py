@@ -367,7 +367,7 @@ def _commands() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed_c",
-        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c {" + "|".join(COMMANDS) + "} ...",
+        usage="deepspeed_c [OPTIONS] SCRIPT [ARGS ...]\n       deepspeed_c COMMAND ...",
         description=f"{_DESCRIPTION}\nOther commands:\n{_commands()}\n",
         epilog=_EPILOG,
         formatter_class=_HelpFormatter,

@@ -27,8 +27,12 @@ NAMES: dict[str, dict[str, str]] = {
     "mii.batching.data_classes": _RESPONSE,
     "mii.batching.ragged_batching": {**_PIPELINES, **_RESPONSE},
     "mii.entrypoints.openai_api_server": {"main": "deepspeed_c.server.cli_of_mii:main"},
+    "mii.legacy.utils": {"is_aml": "deepspeed_c.compat.probes:no"},
     "mii.logging": {"logger": "deepspeed_c.logging:logger"},
-    "mii.utils": {"generate_deployment_name": "deepspeed_c.mii.config:generate_deployment_name"},
+    "mii.utils": {
+        "generate_deployment_name": "deepspeed_c.mii.config:generate_deployment_name",
+        "is_aml": "deepspeed_c.compat.probes:no",
+    },
     "mii.version": {"__version__": "deepspeed_c.compat.alias.version:MII_VERSION"},
 }
 

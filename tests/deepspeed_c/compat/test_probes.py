@@ -32,8 +32,9 @@ READERS = {
     *("deepspeed.runtime.swap_tensor.aio_config", "deepspeed.runtime.model_checkpointing.config"),
     *("deepspeed.autotuning.config", "deepspeed.runtime.torch_autocast"),
 }
-# Functions with such names that act on data, and ask nothing.
+# Functions with such names that act on data or raise, and ask nothing.
 NO_QUESTIONS = {
+    ("mii.legacy.utils", "check_if_task_and_model_is_supported"),
     ("deepspeed.module_inject.auto_ep_layer", "apply_scores_before_experts_if_enabled"),
     ("deepspeed.runtime.torch_autocast", "autocast_if_enabled"),
 }
