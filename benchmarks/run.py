@@ -410,6 +410,14 @@ BENCHMARKS = [
         "--rounds 1 --layers 2 --width 128 --requests 3 --idle_s 0.1",
     ),
     _script(
+        "serve",
+        "inference",
+        "benchmarks/hf/serve.py",
+        (*CORES, *GENERATION, "ops", "deepspeed_c/inference", "deepspeed_c/serving", "deepspeed_c/server"),
+        400,
+        "--rounds 1 --layers 1 --width 64 --requests 2 --answers 1 --ahead_s 0.3 --beside_tokens 1000",
+    ),
+    _script(
         "prompt",
         "inference",
         "benchmarks/hf/prompt.py",

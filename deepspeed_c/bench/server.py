@@ -16,7 +16,7 @@ from deepspeed_c.bench.http_stream import Address, FailedRequest, exchange
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.listening import listening_socket
 
-__all__ = ["served"]
+__all__ = ["is_ready", "served"]
 
 _HOST = "127.0.0.1"
 _GUARD = str(Path(__file__).parents[1] / "guard.py")
@@ -46,7 +46,7 @@ def served(folder: str, words: Sequence[str]) -> Iterator[Address]:
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         with _ended(server):
-            if not asyncio.run(_is_ready(address, server)):
+            if not asyncio.run(is_ready(address, server, "/ready", _READY_LIMIT_S)):
                 code = server.poll()
                 how = f"is not ready after {_READY_LIMIT_S:g} s" if code is None else f"ended with exit code {code}"
                 raise LaunchError(
@@ -57,18 +57,19 @@ def served(folder: str, words: Sequence[str]) -> Iterator[Address]:
             yield address
 
 
-async def _is_ready(address: Address, server: subprocess.Popen[bytes]) -> bool:
-    until = time.monotonic() + _READY_LIMIT_S
+async def is_ready(address: Address, server: subprocess.Popen[bytes], path: str, limit_s: float) -> bool:
+    """Waits until GET ``path`` is answered with 200. False where the server has ended, or after ``limit_s``."""
+    until = time.monotonic() + limit_s
     while server.poll() is None and time.monotonic() < until:
         with suppress(FailedRequest, asyncio.TimeoutError):
-            if await asyncio.wait_for(_status(address), _LOOK_LIMIT_S) == 200:
+            if await asyncio.wait_for(_status(address, path), _LOOK_LIMIT_S) == 200:
                 return True
         await asyncio.sleep(_LOOK_S)
     return False
 
 
-async def _status(address: Address) -> int:
-    async with exchange(address, "GET", "/ready") as (head, _):
+async def _status(address: Address, path: str) -> int:
+    async with exchange(address, "GET", path) as (head, _):
         return head.status
 
 

@@ -69,7 +69,7 @@ class HFTokenizer(MIITokenizerWrapper):
         )
 
     def encode(self, input: str) -> torch.Tensor:
-        return self.tokenizer.encode(input, return_tensors="pt").flatten()
+        return torch.tensor(self.tokenizer.encode(input), dtype=torch.int64)
 
     def convert_tokens_to_ids(self, input: str) -> int:
         """The token of that name."""

@@ -211,10 +211,10 @@ def _parser() -> argparse.ArgumentParser:
         "--max-model-len", type=int, metavar="N", help="tokens of a prompt and its answer; default: the model's"
     )
     engine.add_argument(
-        "--max-num-seqs", type=int, default=256, metavar="N", help="answers of one step; default %(default)s"
+        "--max-num-seqs", type=int, default=128, metavar="N", help="answers of one step; default %(default)s"
     )
     engine.add_argument(
-        "--max-num-batched-tokens", type=int, default=768, metavar="N", help="tokens of one step; default %(default)s"
+        "--max-num-batched-tokens", type=int, default=256, metavar="N", help="tokens of one step; default %(default)s"
     )
     engine.add_argument("--quantization", "-q", choices=["int8"], help="weights of 8 bits")
     engine.add_argument(
