@@ -139,6 +139,7 @@ class RequestLoop:
         self._schedule = _C.Schedule(limits.n_blocks, limits.step_sequences)
         self._ranks = RanksOfSteps()
         self._requests: dict[int, ServedRequest] = {}
+        self._open = set[ServedRequest]()
         self._flushed: list[int] = []  # since the last step
         self._inbox: queue.SimpleQueue[tuple[str, ServedRequest | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -151,8 +152,8 @@ class RequestLoop:
 
     @property
     def n_requests(self) -> int:
-        """Requests that run or wait."""
-        return self.n_running + self.n_waiting
+        """Requests that were submitted and have not ended, those in the inbox too."""
+        return len(self._open)
 
     @property
     def n_running(self) -> int:
@@ -260,6 +261,9 @@ class RequestLoop:
                 raise StateError(
                     f"the engine takes no requests any more: {self._end}", where="submit", fix="start it again"
                 )
+            kind, request = message
+            if kind == "add" and request is not None:
+                self._open.add(request)  # before the thread of the engine can end it
             self._inbox.put(message)
 
     def _run(self, is_done: Callable[[], bool]) -> None:
@@ -288,11 +292,14 @@ class RequestLoop:
     def _answer_all(self, error: Exception) -> None:
         while not self._inbox.empty():
             kind, request = self._inbox.get_nowait()
-            if kind == "add" and request is not None:
-                self._say(request, AnswerEvent(error=error))
+            if request is not None:
+                if kind == "add":
+                    self._say(request, AnswerEvent(error=error))
+                self._open.discard(request)
         for request in [*self._requests.values()]:
             self._drop(request)
             self._say(request, AnswerEvent(error=error))
+            self._open.discard(request)
 
     def _take_messages(self) -> bool:
         """Takes all messages. Waits for one if no request runs. Returns False after ``close``."""
@@ -311,6 +318,7 @@ class RequestLoop:
                 self._add(request)
             elif kind == "cancel":
                 self._drop(request)
+                self._open.discard(request)
 
     def _add(self, request: ServedRequest) -> None:
         found = self._engine.count_found(torch.tensor(request.tokens), request.salt)
@@ -417,12 +425,14 @@ class RequestLoop:
             return
         if event.reason is not None or event.error is not None:
             request.is_ended = True
+            self._open.discard(request)
         try:
             request.sink(event)
         except Exception:  # noqa: BLE001  (code of a caller)
             logger.exception("the answer of a request could not be given away; the request ends")
             request.is_ended = True
             self._drop(request)
+            self._open.discard(request)
 
 
 def _tells(request: ServedRequest) -> bool:
