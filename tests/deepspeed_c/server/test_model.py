@@ -30,7 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def model(folder: str) -> Iterator[Any]:
     memory = {"mode": "allocate", "size": 40}
-    config = RaggedInferenceEngineConfig(state_manager={"memory_config": memory, "max_context": 300})
+    config = RaggedInferenceEngineConfig(
+        state_manager={"memory_config": memory, "max_context": 300}, deterministic=True
+    )
     found = module.ServedModel.load(folder, "tiny", config)
     found.start()
     yield found
