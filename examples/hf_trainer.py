@@ -33,6 +33,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.trainer_utils import get_last_checkpoint
 
 EVAL_WINDOWS = 256
@@ -96,10 +97,7 @@ def main() -> None:
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer whose token i is byte i, so that programs that take text can run the model."""
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # ByteLevel writes a byte as a character: printable ones as themselves, the others from U+0100 on, in their order.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    words = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    words = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(words, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = byte_level, decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -50,10 +50,10 @@ class TokenNames:
 
 @functools.lru_cache(maxsize=1)
 def _bytes_of_characters() -> dict[str, int]:
-    """The characters that byte-level tokenizers write for bytes (GPT-2's ``bytes_to_unicode``)."""
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    """The characters that byte-level tokenizers write for bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def completion_logprobs(events: Sequence[AnswerEvent], names: TokenNames, offset: int) -> tuple[dict[str, Any], int]:

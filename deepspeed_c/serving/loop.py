@@ -133,7 +133,7 @@ class RequestLoop:
     def __init__(self, engine: InferenceEngineV2, decode: Callable[[list[int]], str], n_words: int) -> None:
         limits = engine.limits
         self._engine, self._decode, self._n_words = engine, decode, min(n_words, limits.n_words)
-        self._n_blocks, self._step_tokens = limits.n_blocks, limits.step_tokens
+        self._n_blocks, self._step_tokens, self._n_model_words = limits.n_blocks, limits.step_tokens, limits.n_words
         self.max_context = limits.sequence_tokens
         """Tokens of a prompt and its answer, at most."""
         self._schedule = _C.Schedule(limits.n_blocks, limits.step_sequences)
@@ -201,11 +201,26 @@ class RequestLoop:
 
     def run(self) -> None:
         """Runs steps until ``close``. The calling thread owns the engine meanwhile."""
-        self._run(lambda: False)
+        self.run_until(lambda: False)
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Runs steps until ``is_done``, which is asked before each. The loop can run again afterwards."""
-        self._run(is_done)
+        """Runs steps until ``is_done``, which is asked before each, or until ``close``. The loop can run again after
+        ``is_done``. Any other end answers all requests."""
+        try:
+            while not is_done():
+                if not self._take_messages():
+                    self._finish(
+                        StateError("it was closed", where="RequestLoop", fix="send the request to another engine")
+                    )
+                    break
+                self._step()
+        except Exception as error:
+            self._finish(error)
+            raise
+        except BaseException:  # a user's interrupt ends the requests, and the engine can go on
+            self._answer_all(StateError("it was interrupted", where="RequestLoop", fix="send the request again"))
+            raise
+        self._ranks.send(StepOfRanks(self._take_flushed(), [], [], {}, is_last=True))
 
     def follow(self) -> None:
         """Runs the steps of rank 0 on another rank, until rank 0 ends its run."""
@@ -231,14 +246,15 @@ class RequestLoop:
                 where=where,
                 fix="send one token at least, and ask for one at least",
             )
-        n_words = self._engine.limits.n_words
-        if wrong := [token for token in prompt if not 0 <= token < n_words]:
+        n_words = self._n_model_words
+        if min(prompt) < 0 or max(prompt) >= n_words:
+            wrong = next(token for token in prompt if not 0 <= token < n_words)
             raise ModelError(
-                f"the token {wrong[0]} is none of the model's {n_words}", where=where, fix="encode by its own tokenizer"
+                f"the token {wrong} is none of the model's {n_words}", where=where, fix="encode by its own tokenizer"
             )
-        if wrong := [token for token, _ in params.logit_bias if not 0 <= token < self._n_words]:
+        if others := [token for token, _ in params.logit_bias if not 0 <= token < self._n_words]:
             raise ModelError(
-                f"the token {wrong[0]} of logit_bias is none of {self._n_words}", where=where, fix="leave it out"
+                f"the token {others[0]} of logit_bias is none of {self._n_words}", where=where, fix="leave it out"
             )
         if n > self.max_context:
             raise SchedulingError(
@@ -265,24 +281,6 @@ class RequestLoop:
             if kind == "add" and request is not None:
                 self._open.add(request)  # before the thread of the engine can end it
             self._inbox.put(message)
-
-    def _run(self, is_done: Callable[[], bool]) -> None:
-        """Steps, until ``is_done`` or a message to close. Any end answers all requests."""
-        try:
-            while not is_done():
-                if not self._take_messages():
-                    self._finish(
-                        StateError("it was closed", where="RequestLoop", fix="send the request to another engine")
-                    )
-                    break
-                self._step()
-        except Exception as error:
-            self._finish(error)
-            raise
-        except BaseException:  # a user's interrupt ends the requests, and the engine can go on
-            self._answer_all(StateError("it was interrupted", where="RequestLoop", fix="send the request again"))
-            raise
-        self._ranks.send(StepOfRanks(self._take_flushed(), [], [], {}, is_last=True))
 
     def _finish(self, end: Exception) -> None:
         with self._lock:
