@@ -121,6 +121,9 @@ class Env:
     accelerator: str | None = _Variable("DS_ACCELERATOR", None, str)
     """DS_ACCELERATOR: kind of device to train on ("cpu", "cuda"), instead of the machine's."""
 
+    step_file: str | None = _Variable("DSC_STEP_FILE", None, str)
+    """DSC_STEP_FILE: file in which the engine notes its steps and saves for the launcher that made it."""
+
     alias_force: str | None = _Variable("DSC_ALIAS_FORCE", None, str, words=("0", "1"))
     """DSC_ALIAS_FORCE: 1 hides a real DeepSpeed while deepspeed_c is imported under its name; `deepspeed_c run --force`
     sets it.

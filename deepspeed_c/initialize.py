@@ -110,6 +110,8 @@ def initialize(
     Raises:
         ConfigError, BatchSizeError: the configuration is wrong. ModelError, OptimizerError: the model or the optimizer
             is unsuitable.
+        CheckpointError, StateError: the folder of ``checkpoint.auto_resume`` holds only damaged checkpoints, or
+            checkpoints of another model.
         RankMismatchError: ranks were given different models or configurations. CommError: communication could not be
         set up.
     """
@@ -207,6 +209,10 @@ def initialize(
             layout,
             Training(zero_optimizer, scheduler, training_data, collate_fn, mpu, mesh_device, pause),
         )
+        undo.pop_all()
+    with ExitStack() as undo:
+        undo.callback(engine.close)
+        engine.auto_resume()
         undo.pop_all()
     face = None if zero_optimizer is None else zero_optimizer.face
     return engine, face, engine.training_dataloader, scheduler

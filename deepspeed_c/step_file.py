@@ -10,14 +10,18 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
 from typing import final
 
+from deepspeed_c.env import read_env
 from deepspeed_c.errors import LaunchError
 
-__all__ = ["StepFile"]
+__all__ = ["StepFile", "StepNotes"]
 
 _NUMBERS = struct.Struct("<3q")
 _ONE = struct.Struct("<q")
+# Engines of one process have one file, and each counts its saves in a thread of its own.
+_lock = threading.Lock()
 
 
 @final
@@ -81,3 +85,32 @@ class StepFile:
 
     def _put(self, index: int, value: int) -> None:
         _ONE.pack_into(self._memory, _ONE.size * index, value)
+
+
+@final
+class StepNotes:
+    """An engine's notes in the file of DSC_STEP_FILE. Without this variable there are none."""
+
+    def __init__(self, min_seconds: int) -> None:
+        """min_seconds: see ``StepFile.min_seconds``. Raises LaunchError if there is no such file."""
+        path = read_env().step_file
+        self._file = None if path is None else StepFile(path)
+        if self._file is not None:
+            self._file.min_seconds = min_seconds
+
+    def note_step(self, step: int) -> None:
+        """Notes that the run has done ``step`` steps. The last step of any engine of the process counts."""
+        if self._file is not None:
+            self._file.step = step
+
+    def note_save(self) -> None:
+        """Counts a checkpoint that has been committed. Any thread may call it."""
+        if self._file is not None:
+            with _lock:
+                self._file.n_saves += 1
+
+    def close(self) -> None:
+        """Ends the notes. Later calls write nothing."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()

@@ -27,6 +27,7 @@ LEAVES = {
     "saved_tensors",
     "scheduled",
     "background",
+    "step_file",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -35,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "listening": set(),
     "scheduled": set(),
     "background": set(),
+    "step_file": set(),
     "buffers": set(),
     "saved_tensors": set(),
     "arguments": set(),
@@ -48,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "alias": set(),
     "_C": set(),
     "ops": {"_C", "processor"},
-    "config": {"logging"},
+    "config": {"logging", "quantity"},
     "logging": set(),
     "accelerator": {"config", "ops", "_C", "cgroups"},
     "comm": {"config", "logging", "accelerator", "ops", "_C"},

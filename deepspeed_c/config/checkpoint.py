@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal
 
-from .keys import NonNeg, Positive, Section, acts, asks, inherent, tunes
+from ..quantity import parse_seconds
+from .keys import NonNeg, Positive, PositiveFloat, Section, acts, asks, inherent, tunes
 
 __all__ = ["ActivationCheckpointing", "Checkpoint", "DataStates", "Nebula"]
 
@@ -33,9 +34,10 @@ class PreemptionSection(Section, kw_only=True):
     enabled: Annotated[
         bool, acts("On SIGTERM to any rank, save after the step under way and end all ranks with exit code 0.")
     ] = False
-    save_dir: Annotated[str | None, acts("Folder to save to; null: the one that was last saved to or loaded from.")] = (
-        None
-    )
+    save_dir: Annotated[
+        str | None,
+        acts("Folder to save to; null: the one of auto_resume, or else the one that was last saved to or loaded from."),
+    ] = None
     signals: Annotated[
         tuple[Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"], ...],
         acts("The signals that mean it.", one_or_many=True),
@@ -52,6 +54,19 @@ class Checkpoint(Section, kw_only=True, rename={"is_async": "async"}):
         Literal["deepspeed_c", "deepspeed"],
         acts('Layout of what is saved; "deepspeed" writes what DeepSpeed 0.19 loads.'),
     ] = "deepspeed_c"
+    auto_resume: Annotated[
+        str | None,
+        acts(
+            "Folder whose newest complete checkpoint initialize loads, if it has one; null: only load_checkpoint loads."
+        ),
+    ] = None
+    every: Annotated[
+        PositiveFloat | str | None,
+        acts(
+            'Time after which the engine saves to the folder of auto_resume by itself, asynchronously: "60s", "5m", "1h" or'
+            " seconds since the last save; null: never."
+        ),
+    ] = None
     keep_last: Annotated[Positive | None, acts("Checkpoints that stay in a folder; null: all.")] = None
     keep_every: Annotated[
         Positive | None, acts("Of the older ones, those stay whose step is a multiple of this, besides keep_last.")
@@ -71,6 +86,11 @@ class Checkpoint(Section, kw_only=True, rename={"is_async": "async"}):
     checkpoint_serialization: Annotated[
         bool, inherent("Serialise tensors as objects.", "tensors are always written as bytes")
     ] = True
+
+    @property
+    def every_seconds(self) -> float | None:
+        """The key ``every`` in seconds. Raises ConfigError if it is no time."""
+        return parse_seconds(self.every, "checkpoint.every") if isinstance(self.every, str) else self.every
 
 
 class Nebula(Section, kw_only=True):

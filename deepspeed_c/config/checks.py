@@ -1,6 +1,7 @@
 """Conflicts between values that are each valid alone."""
 
 import itertools
+import math
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -119,6 +120,7 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             "is missing while device is nvme",
             "name a folder on the NVMe device",
         )
+    yield from _automatic_saves(root)
     tuning = root.autotuning
     if tuning.end_profile_step < tuning.start_profile_step:
         yield (
@@ -153,6 +155,25 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
                     f"is {'only' if is_torchs else 'not'} known to torch's Adam",
                     f"remove it, or set optimizer.params.torch_adam to {'true' if is_torchs else 'false'}",
                 )
+
+
+def _automatic_saves(root: Root) -> Iterator[tuple[str, str, str]]:
+    section = root.checkpoint
+    try:
+        seconds = section.every_seconds
+    except ConfigError as error:
+        yield error.where, error.what, error.fix
+        return
+    if seconds is not None and not 0 < seconds < math.inf:
+        yield "checkpoint.every", f"is {section.every!r}", "write a time above 0, or null for no saves"
+    if seconds is not None and section.auto_resume is None:
+        yield (
+            "checkpoint.every",
+            f"is {section.every!r}, and there is no folder to save to",
+            "set checkpoint.auto_resume to a folder",
+        )
+    if section.auto_resume == "":
+        yield "checkpoint.auto_resume", "is empty", "name a folder, or write null"
 
 
 # Why an optimizer has no 8-bit states; the classes in ops/ give the same reasons.

@@ -110,16 +110,16 @@ class Preemption:
         """Whether this rank has been asked to stop."""
         return self.received is not None
 
-    def end_run(self, engine: DeepSpeedEngine, last_dir: str | None, comm: Collectives) -> None:
+    def end_run(self, engine: DeepSpeedEngine, folder: str | None, comm: Collectives) -> None:
         """Saves, and ends the process unless another engine of it still has to save. Collective; called after a step in
         which some rank was asked to stop.
 
-        last_dir: the folder to save to if the configuration names none. The process exits with 0 if everything was
+        folder: the folder to save to if the configuration names none. The process exits with 0 if everything was
         saved, otherwise with 128 plus the signal's number.
         """
         if self._ended is None:
             self._ended = engine
-            self._save(engine, last_dir, comm)
+            self._save(engine, folder, comm)
         listeners = list(_handler.listeners)
         if any(listener._ended is None for listener in listeners):
             return
@@ -128,19 +128,19 @@ class Preemption:
             listener._ended.close()
         sys.exit(0 if is_saved else SIGNALLED + (self.received or signal.SIGTERM))
 
-    def _save(self, engine: DeepSpeedEngine, last_dir: str | None, comm: Collectives) -> None:
+    def _save(self, engine: DeepSpeedEngine, folder: str | None, comm: Collectives) -> None:
         name = signal.Signals(self.received).name if self.received is not None else "a signal to another rank"
         try:
             engine.wait_checkpoint()
         except CheckpointError as error:
             # An earlier save has failed. This save is made all the same.
             logger.error("%s", error)
-        self._folder = self._settings.save_dir or last_dir
+        self._folder = self._settings.save_dir or folder
         try:
             hindrances = comm.gather_objects(self._hindrance(), label="preemption")
             for hindrance in filter(None, hindrances):
                 raise hindrance
-            engine.save_checkpoint(self._folder, is_async=False)
+            engine.save_checkpoint(self._folder, client_state=engine.client_state, is_async=False)
         except DeepSpeedCError as error:
             self._problem = str(error)
         if comm.rank == 0:

@@ -58,6 +58,9 @@ class TrainState:
         """Number of tokens in this rank's batches of the present window."""
         self._history = SampleHistory()
         self._loader_state: dict[str, Any] | None = None  # the loader's position at the beginning of the window
+        self._unclaimed: tuple[Any, Any] | None = (
+            None  # position and history that were loaded before there was a loader
+        )
 
     def lay_out(self, layout: Layout, *, trains: bool) -> None:
         """Sets the layout whose units now hold the model; an empty layout means that no units do. trains: whether
@@ -84,6 +87,21 @@ class TrainState:
     @training_dataloader.setter
     def training_dataloader(self, loader: DeepSpeedDataLoader | None) -> None:
         self._loader = loader
+        if loader is not None and self._unclaimed is not None:
+            self._restore_loader(*self._unclaimed)
+            return
+        self._note_loader()
+
+    def forget_place(self) -> None:
+        """Lets a loader that is set later begin at its own position, instead of the one that was loaded before."""
+        self._unclaimed = None
+
+    def _restore_loader(self, place: Mapping[str, Any], samples: Mapping[str, Any] | None) -> None:
+        self._loader.load_state_dict(place)
+        self._unclaimed = None
+        self._history = SampleHistory()  # a checkpoint of an older version has none
+        if samples:
+            self._history.load_state_dict(samples)
         self._note_loader()
 
     def _note_loader(self) -> None:
@@ -252,15 +270,11 @@ class TrainState:
             # A rank that did not exist in the saved run gets a new seed, the same in every run that resumes from this
             # checkpoint in this way.
             torch.manual_seed(self._seed + 7919 * (self.global_steps + 1) + self.mesh.index(*TOKENS))
-        if self._loader is None:
-            return
         saved = (first if saved_ranks == n_ranks else source.rank_state(0)) or {}
-        if saved.get("loader"):
-            self._loader.load_state_dict(saved["loader"])
-            self._history = SampleHistory()  # a checkpoint of an older version has none
-            if source.state.get("samples"):
-                self._history.load_state_dict(source.state["samples"])
-            self._note_loader()
+        if saved.get("loader") and self._loader is None:
+            self._unclaimed = saved["loader"], source.state.get("samples")
+        elif saved.get("loader"):
+            self._restore_loader(saved["loader"], source.state.get("samples"))
 
     def begin_writes(self) -> None:
         """Call it before the module's weights are written. Collective in the same cases as ``Fetcher.begin_writes``."""

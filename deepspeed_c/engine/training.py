@@ -52,7 +52,9 @@ from deepspeed_c.profile.timers import (
     see_memory_usage,
 )
 from deepspeed_c.recompute.rng import SEQUENCE_RNG, stream_of_rank
+from deepspeed_c.step_file import StepNotes
 from deepspeed_c.zero.gradients.drift import DriftFound
+from deepspeed_c.zero.gradients.facts import StepRequests
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.layout import Layout
 from deepspeed_c.zero.layout.unit import UnitPlan
@@ -105,6 +107,9 @@ class TrainingHost(Reductions, ModelHost):
         self.mpu, self.mesh_device = training.mpu, training.mesh_device
         self._pause = training.pause
         optimizer = training.optimizer or NoOptimizer()
+        self._notes: StepNotes | None = None
+        if training.optimizer is not None:
+            self._notes = StepNotes(60 * config.elasticity.min_time if config.elasticity.enabled else 0)
         window = Window(config.batch, is_managed=config.managed_gradient_accumulation)
         self._state = TrainState(
             window,
@@ -134,7 +139,14 @@ class TrainingHost(Reductions, ModelHost):
         self._tput_timer: ThroughputTimer | None = None
         self._flops = StepFlops(profiled_section(config.flops_profiler, config.autotuning), self)
         self._experiment = ExperimentMeter(config.autotuning, self, mesh.comm, lambda: self._flops.forward_flops)
-        self._checkpoints = Checkpoints(self._state, config.checkpoint, config.zero, config.as_dict())
+        on_commit = (lambda: None) if self._notes is None else self._notes.note_save
+        self._checkpoints = Checkpoints(self._state, config.checkpoint, config.zero, config.as_dict(), on_commit)
+        self.client_state: dict[str, Any] = {}
+        """The program's own state in checkpoints that the engine saves by itself (``checkpoint.every`` and
+        ``checkpoint.preemption``); the program may change it before each ``step``. After ``checkpoint.auto_resume`` has
+        loaded a checkpoint, the state that was saved in it, whoever saved it."""
+        self.resumed_from: str | None = None
+        """The checkpoint that ``checkpoint.auto_resume`` has loaded; None if there was none."""
         self.checkpoint_engine = TorchCheckpointEngine.with_zip(config.checkpoint.checkpoint_serialization)
         """Writes and reads files for programs. The engine does not use it for its own checkpoints."""
         self.monitor = MonitorMaster(config, comm=mesh.comm)
@@ -184,12 +196,20 @@ class TrainingHost(Reductions, ModelHost):
         if self._trains:
             optimizer.bind_engine(
                 self,
-                wants_stop=self._preemption.is_requested,
+                requests=self._requests,
                 begin_window=self._state.begin_window,
                 hash_of_inputs=self._inputs.hash_of_window,
                 n_tokens=lambda: self._state.n_tokens,
                 measure=self.phases.measure,
             )
+
+    def _requests(self) -> StepRequests:
+        """What this rank asks for at the end of the present step."""
+        return StepRequests(
+            stop=self._preemption.is_requested(),
+            save=self._checkpoints.is_due(),
+            is_saving=self._checkpoints.is_saving(),
+        )
 
     def _undo_edits(self) -> None:
         with ExitStack() as stack:
@@ -493,7 +513,7 @@ class TrainingHost(Reductions, ModelHost):
         self._require_open()
         if self._offloaded.kinds:
             self._reload(non_blocking=False)
-        return self._checkpoints.load(
+        loaded = self._checkpoints.load(
             self.module,
             load_dir,
             tag,
@@ -503,6 +523,26 @@ class TrainingHost(Reductions, ModelHost):
             module_only=load_module_only,
             custom_load_fn=custom_load_fn,
         )
+        self._note_step()
+        return loaded
+
+    def auto_resume(self) -> None:
+        """Loads the newest complete checkpoint of ``checkpoint.auto_resume``, as ``load_checkpoint`` does. The end of
+        ``initialize`` calls it. Afterwards ``resumed_from`` and ``client_state`` describe the loaded checkpoint. A
+        ``training_dataloader`` that is set later goes on at the saved place. Collective.
+
+        Does nothing without the key, without an optimizer, or if the folder has no checkpoint. Raises CheckpointError
+        if all checkpoints in it are damaged, and StateError if the checkpoint does not fit this model or optimizer.
+        """
+        self._require_open()
+        folder = self._config.checkpoint.auto_resume
+        if folder is not None and self._trains:
+            self.resumed_from, self.client_state = self._checkpoints.resume(self.module, folder)
+            self._note_step()
+
+    def _note_step(self) -> None:
+        if self._notes is not None:
+            self._notes.note_step(self.global_steps)
 
     def set_trainable(self, names: Iterable[str], keep_state: bool = True) -> list[str]:
         """Trains exactly the parameters that match ``names`` from now on, and freezes all others. Returns the names of
@@ -707,8 +747,12 @@ class TrainingHost(Reductions, ModelHost):
         self._flops.end_step()
         self._report()
         self._experiment.end_step()
-        if optimizer.is_stopping:
-            self._preemption.end_run(self, self._checkpoints.last_dir, self._comm)
+        self._note_step()
+        agreed, folder = optimizer.agreed, self._config.checkpoint.auto_resume
+        if agreed.stop:
+            self._preemption.end_run(self, folder or self._checkpoints.last_dir, self._comm)
+        elif agreed.save and not agreed.is_saving:
+            self.save_checkpoint(folder, client_state=self.client_state, is_async=True)
 
     def close(self) -> None:
         if not self._is_closed:
@@ -719,6 +763,8 @@ class TrainingHost(Reductions, ModelHost):
         try:
             self._checkpoints.close()
         finally:
+            if self._notes is not None:
+                self._notes.close()
             self._end_training()
 
     def _end_training(self) -> None:

@@ -1,11 +1,11 @@
-"""quantity.py: the spellings of counts and of bytes that it reads, and the form that it prints."""
+"""quantity.py: the spellings of counts, bytes and times that it reads, and the form that it prints."""
 
 from __future__ import annotations
 
 import pytest
 
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.quantity import as_binary, parse_bytes, parse_count
+from deepspeed_c.quantity import as_binary, parse_bytes, parse_count, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,19 @@ def test_counts(text, number):
 )
 def test_bytes(text, number):
     assert parse_bytes(text, "here") == number
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90.0), ("60s", 60.0), ("5m", 300.0), ("2 min", 120.0), ("1.5h", 5400.0), ("0", 0.0)]
+)
+def test_times(text, seconds):
+    assert parse_seconds(text, "here") == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-3", "5d", "60 sec", "1e-3", "inf"])
+def test_other_times_are_refused(text):
+    with pytest.raises(ConfigError, match="here: .* is not understood"):
+        parse_seconds(text, "here")
 
 
 @pytest.mark.parametrize("text", ["", "many", "-3", "1e", "3 bytes", "0x10", "nan", "1e-3"])

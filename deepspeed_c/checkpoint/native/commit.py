@@ -42,6 +42,7 @@ __all__ = [
     "keep_from_retention",
     "make_temporary",
     "read_latest",
+    "read_tags",
     "remove_stale",
     "remove_tree",
     "replace_durably",
@@ -274,16 +275,27 @@ def find_tag(save_dir: str, tag: str) -> str:
 
 def tags_by_age(save_dir: str) -> list[tuple[str, Manifest]]:
     """The tags of complete checkpoints of ours under ``save_dir``, the furthest trained first."""
+    return read_tags(save_dir)[0]
+
+
+def read_tags(save_dir: str) -> tuple[list[tuple[str, Manifest]], list[str]]:
+    """(the tags of complete checkpoints of ours under ``save_dir``, the furthest trained first; the problems of those
+    whose manifest is damaged, with their paths)."""
     found: list[tuple[int, float, str, Manifest]] = []
-    for name in _tag_names(save_dir):
+    problems = []
+    for name in sorted(_tag_names(save_dir)):
         path = os.path.join(save_dir, name)
         try:
             modified, manifest = _read_complete(path)
-        except (OSError, CheckpointError):
+        except (OSError, CheckpointError) as error:
+            # Without a manifest it is no checkpoint of ours, or another run has just deleted it.
+            if os.path.exists(os.path.join(path, MANIFEST)):
+                problem = str(error).splitlines()[0]
+                problems.append(problem if path in problem else f"{path}: {problem}")
             continue
         found.append((manifest.counters.get("global_steps", 0), modified, name, manifest))
     found.sort(key=lambda item: item[:3], reverse=True)
-    return [(name, manifest) for _, _, name, manifest in found]
+    return [(name, manifest) for _, _, name, manifest in found], problems
 
 
 def _read_complete(path: str) -> tuple[float, Manifest]:

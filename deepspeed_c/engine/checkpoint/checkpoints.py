@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,21 @@ LOAD_ATTEMPTS = 5
 
 class Checkpoints:
     """Saves and loads one engine. Every method is collective. ``written``: the user's configuration, which a checkpoint
-    keeps."""
+    keeps. ``on_commit`` is called when a checkpoint is durable, by the thread that wrote it."""
 
-    def __init__(self, state: TrainState, section: Checkpoint, zero: Zero, written: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        section: Checkpoint,
+        zero: Zero,
+        written: dict[str, Any],
+        on_commit: Callable[[], None],
+    ) -> None:
         self._state, self._comm = state, state.mesh.comm
         self._section, self._zero, self._written = section, zero, written
+        self._on_commit = on_commit
+        self._every_seconds = section.every_seconds
+        self._begun = time.monotonic()  # when the last save or load began
         self._ranks = Ranks(self._comm.rank, self._comm.global_ranks)
         self._snapshot = Snapshot()
         self._reading = Reading()
@@ -94,20 +105,34 @@ class Checkpoints:
         )
         self._ranks.connect()
         self.last_dir = save_dir
+        self._begun = time.monotonic()
         is_async = config.is_async if is_async is None else is_async
         if not is_async or any(isinstance(piece.data, files.save.Deferred) for piece in contents.pieces):
             # States in a file are read, and 8-bit states are converted, while the checkpoint is written. The next step
             # must not begin before this has ended.
             try:
-                files.save.save(contents, destination, self._ranks)
+                self._write(contents, destination)
             finally:
                 self._reading.close()
             log_dist(f"saved {destination.path}", ranks=[0])
             return Save(destination.path) if is_async else True
         params = {name: _frozen_counts(info) for name, info in contents.params.items()}
         copied = replace(contents, pieces=self._snapshot.take(contents.pieces), params=params)
-        self._pending = BackgroundSave(lambda: files.save.save(copied, destination, self._ranks), destination.path)
+        self._pending = BackgroundSave(lambda: self._write(copied, destination), destination.path)
         return self._pending
+
+    def _write(self, contents: Contents, destination: files.save.Destination) -> None:
+        files.save.save(contents, destination, self._ranks)
+        self._on_commit()
+
+    def is_due(self) -> bool:
+        """Whether ``checkpoint.every`` requests a save now. Only rank 0 says so, by its clock."""
+        every = self._every_seconds
+        return every is not None and self._ranks.rank == 0 and time.monotonic() - self._begun >= every
+
+    def is_saving(self) -> bool:
+        """Whether a save of this rank is still being written."""
+        return self._pending is not None and not self._pending.is_done()
 
     def _expert_ranks(self, names: Iterable[str], of_names: Mapping[str, int]) -> dict[str, int]:
         """The number of ranks that hold the experts of each layer together, for DeepSpeed's files.
@@ -232,6 +257,13 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         self.wait()
         self._ranks.connect()
+        candidates, _ = self._candidates(load_dir, tag)
+        if not candidates:
+            logger.warning(
+                "load_checkpoint: %s holds no checkpoint (no file 'latest' and no complete tag); nothing was loaded",
+                load_dir,
+            )
+            return None, None
         wants_optimizer = load_optimizer and not module_only
         options = LoadOptions(
             strict=strict,
@@ -239,14 +271,50 @@ class Checkpoints:
             states=wants_optimizer and bool(self._state.optimizer.units),
             masters=self._zero.load_from_fp32_weights,
         )
-        candidates = self._candidates(load_dir, tag)
-        if not candidates:
-            logger.warning(
-                "load_checkpoint: %s holds no checkpoint (no file 'latest' and no complete tag); nothing was loaded",
-                load_dir,
+        loaded = self._load_first(module, load_dir, candidates, options, load_scheduler, module_only, custom_load_fn)
+        self._state.forget_place()
+        return loaded
+
+    def resume(self, module: torch.nn.Module, folder: str) -> tuple[str | None, dict[str, Any]]:
+        """Loads everything from the newest complete checkpoint of ``folder``. Returns (None, {}) if there is none.
+
+        A damaged checkpoint is skipped, and the log names it. Raises CheckpointError if all are damaged, because a run
+        that begins anew would replace them.
+        """
+        self._ranks.connect()
+        candidates, damaged = self._candidates(folder, None)
+        where = f"checkpoint.auto_resume = {folder!r}"
+        if damaged and not candidates:
+            raise CheckpointError(
+                f"no checkpoint is complete: {'; '.join(damaged)}",
+                where=where,
+                fix="restore one from a copy, or move the damaged ones away, to begin from the first step",
             )
-            return None, None
-        reasons: list[str] = []
+        if not candidates:
+            log_dist(f"{where}: there is no checkpoint yet, training begins", ranks=[0])
+            return None, {}
+        options = LoadOptions(
+            strict=True,
+            optimizer=True,
+            states=bool(self._state.optimizer.units),
+            masters=self._zero.load_from_fp32_weights,
+        )
+        return self._load_first(module, folder, candidates, options, True, False, None, damaged)
+
+    def _load_first(
+        self,
+        module: torch.nn.Module,
+        load_dir: str,
+        candidates: list[tuple[str, str | None]],
+        options: LoadOptions,
+        load_scheduler: bool,
+        module_only: bool,
+        custom_load_fn: Any,
+        damaged: Iterable[str] = (),
+    ) -> tuple[str, dict[str, Any]]:
+        """Loads the first of the candidates that is not broken. Raises as ``load_checkpoint``. damaged: what is known to
+        be wrong in the folder."""
+        reasons = list(damaged)
         for place, name in candidates:
             for _ in range(LOAD_ATTEMPTS):
                 was_replaced = False
@@ -268,25 +336,30 @@ class Checkpoints:
                     logger.error("load_checkpoint: loaded %s, because %s", path, "; ".join(reasons))
                 if name is not None:
                     self.last_dir = os.path.abspath(load_dir)
+                self._begun = time.monotonic()
                 log_dist(f"loaded {path}", ranks=[0])
                 return path, client_state
-            reasons.append(problem)
+            if problem not in reasons:
+                reasons.append(problem)
         fix = "restore the files from a copy, or load another tag"
         if self.is_half_loaded:
             fix += "; parts of the engine have been overwritten: it refuses to train until a checkpoint has been loaded"
         raise CheckpointError("; ".join(reasons), where=f"load_checkpoint({load_dir!r})", fix=fix)
 
-    def _candidates(self, load_dir: str, tag: str | None) -> list[tuple[str, str | None]]:
-        """(folder, tag) of the checkpoints that may be loaded, best first, as rank 0 sees them. If a tag is named it is
+    def _candidates(self, load_dir: str, tag: str | None) -> tuple[list[tuple[str, str | None]], list[str]]:
+        """(folder, tag) of the checkpoints that may be loaded, best first, as rank 0 sees them; and the other tags of
+        the folder, which are damaged, each with what is wrong. If a tag is named it is
         the only one. Otherwise they are the latest tag and the complete tags before it, or the folder (or file) itself
         if that is a checkpoint."""
         found: list[tuple[str, str | None]] = []
+        damaged: list[str] = []
         if self._ranks.rank == 0:
             if tag is not None:
                 found = [(load_dir, str(tag))]
             else:
                 latest = files.commit.read_latest(load_dir)
-                tags = [name for name, _ in files.commit.tags_by_age(load_dir)]
+                complete, damaged = files.commit.read_tags(load_dir)
+                tags = [name for name, _ in complete]
                 if latest is not None:
                     found.append((load_dir, latest))
                     older = tags[tags.index(latest) + 1 :] if latest in tags else tags
@@ -299,7 +372,7 @@ class Checkpoints:
                 elif (universal := files.open.read_latest_universal(load_dir)) is not None:
                     found = [(load_dir, universal)]
         # This uses the engine's own collectives, so the watchdog names a rank that does not take part.
-        everyone = self._comm.gather_objects(found, label="load_checkpoint")
+        everyone = self._comm.gather_objects((found, damaged), label="load_checkpoint")
         return everyone[0]
 
     def _open(self, place: str, tag: str | None, options: LoadOptions) -> tuple[Source | None, str]:

@@ -1,5 +1,5 @@
-"""The facts of a window that all ranks agree on: norm, non-finite elements, bad losses, requests to stop, tokens. They
-travel in one small collective, together with a flag for each parameter and the hashes of the check for drift."""
+"""The facts of a window that all ranks agree on: norm, non-finite elements, bad losses, requests, tokens. They travel
+in one small collective, together with a flag for each parameter and the hashes of the check for drift."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ from deepspeed_c.zero.gradients.sums import GradientSums
 if TYPE_CHECKING:
     from deepspeed_c.zero.layout.unit import Slot
 
-__all__ = ["FactsExchange", "StageFacts", "WindowFacts", "WindowNotes"]
+__all__ = ["FactsExchange", "StageFacts", "StepRequests", "WindowFacts", "WindowNotes"]
+
+
+class StepRequests(NamedTuple):
+    """Requests of ranks at the end of a step."""
+
+    stop: bool = False  # end the run
+    save: bool = False  # save a checkpoint
+    is_saving: bool = False  # an earlier save is still being written: no new one yet
 
 
 class WindowNotes(NamedTuple):
     """A rank's own part of the facts of a window, beside its gradients."""
 
     has_bad_loss: bool
-    wants_stop: bool
+    requests: StepRequests
     loss: float | None  # sum of this rank's losses, each times 1 / accumulation steps
     n_tokens: int  # in the batches of this rank
 
@@ -34,7 +42,7 @@ class WindowFacts(NamedTuple):
     n_nonfinite: int  # inf or NaN elements over all ranks
     n_bad_losses: int  # ranks whose loss was inf or NaN
     unused: list[Slot]  # parameters that no rank gave a gradient
-    n_stops: int = 0  # ranks that have been asked to end after this step
+    requests: StepRequests = StepRequests()  # of all ranks: a request of any rank counts
     loss: float | None = None  # mean over ranks and micro-batches; None where no rank's loss is known
     n_tokens: int = 0  # of all ranks; tokens that several ranks were given count once
 
@@ -43,13 +51,14 @@ class StageFacts(NamedTuple):
     """Facts summed over the ranks that hold the same layers."""
 
     numbers: list[float]
-    """[sum of squares, non-finite elements, bad losses, stops, losses, ranks with a loss, tokens]."""
+    """[sum of squares, non-finite elements, bad losses, losses, ranks with a loss, tokens, ranks that request a stop,
+    a save, no save]."""
     flags: list[float]
     hashes: list[float]
 
 
 # The length of ``StageFacts.numbers``.
-_N_NUMBERS = 7
+_N_NUMBERS = 9
 
 
 class FactsExchange:
@@ -70,8 +79,9 @@ class FactsExchange:
         # exchange also checks that twins agree.
         units = self._sums.units
         with_twins = [unit for unit in units if unit.twins.world_size > 1]
-        facts = [0.0, 0.0, float(notes.has_bad_loss), float(notes.wants_stop)]
+        facts = [0.0, 0.0, float(notes.has_bad_loss)]
         facts += [notes.loss or 0.0, float(notes.loss is not None), float(notes.n_tokens * self._is_first_twin)]
+        facts += map(float, notes.requests)
         squares = self._sums.squares(unit for unit in units if unit not in with_twins and unit.speaks)
         of_twins = self._sums.squares(unit for unit in with_twins if unit.replicas.rank == 0)
         for both in (squares, of_twins) if self._is_first_twin else (squares,):
@@ -93,8 +103,8 @@ class FactsExchange:
             n_nonfinite=int(numbers[1]),
             n_bad_losses=int(numbers[2]),
             unused=unused,
-            n_stops=int(numbers[3]),
             # Ranks of a sequence have terms of its loss, and each counts as a rank with a loss.
-            loss=numbers[4] / numbers[5] * self._n_parts if numbers[5] else None,
-            n_tokens=int(numbers[6]),
+            loss=numbers[3] / numbers[4] * self._n_parts if numbers[4] else None,
+            n_tokens=int(numbers[5]),
+            requests=StepRequests(*map(bool, numbers[6:])),
         )

@@ -21,7 +21,7 @@ from deepspeed_c.config.zero import Zero
 from deepspeed_c.errors import AioError, OffloadError, OptimizerError, StateError
 from deepspeed_c.logging import logger
 from deepspeed_c.zero.gradients.bucket import Bucket
-from deepspeed_c.zero.gradients.facts import WindowFacts, WindowNotes
+from deepspeed_c.zero.gradients.facts import StepRequests, WindowFacts, WindowNotes
 from deepspeed_c.zero.gradients.reducer import GradientReducer
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.ahead import StepAhead
@@ -109,17 +109,17 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.last_facts: WindowFacts | None = None
         """The facts of the last window for which a step was made."""
         self._losses = WindowLosses()
-        # Functions of the engine (`bind_engine`). The first says whether this rank has been asked to stop training; the
+        # Functions of the engine (`bind_engine`). The first returns the requests of this rank at the end of a step. The
         # second begins a window after a load.
-        self._wants_stop: Callable[[], bool] = lambda: False
+        self._requests: Callable[[], StepRequests] = StepRequests
         self._begin_window: Callable[[], None] = self.zero_grad
         self._hash_of_inputs: Callable[[], int] = lambda: 0
         self._n_tokens: Callable[[], int] = lambda: 0
         self._measure: Callable[[str], AbstractContextManager[None]] = lambda part: nullcontext()
         self._lent: LentMethods | None = None
         self._has_told_who_steps = False
-        self.is_stopping = False
-        """Whether the ranks agreed in the last step that some rank has been asked to stop training."""
+        self.agreed = StepRequests()
+        """The requests of all ranks in the last step."""
         self._mover: StateMover | None = None
         self._ahead: StepAhead | None = None
         self.lay_out(units, reducer, fetcher)
@@ -173,7 +173,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self,
         mover: StateMover,
         *,
-        wants_stop: Callable[[], bool],
+        requests: Callable[[], StepRequests],
         begin_window: Callable[[], None],
         hash_of_inputs: Callable[[], int],
         n_tokens: Callable[[], int],
@@ -181,11 +181,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     ) -> None:
         """Called by the engine when it is ready and about to give ``face`` to callers.
 
-        mover: moves states and weights out of memory and back (the engine). wants_stop: whether this rank has been
-        asked to stop training. begin_window: drops collected gradients, and resets the engine's counts of the window.
+        mover: moves states and weights out of memory and back (the engine). requests: returns this rank's requests at
+        the end of a step. begin_window: drops collected gradients, and resets the engine's counts of the window.
         hash_of_inputs: returns a hash of the window's batches. n_tokens: returns the number of tokens in the batches.
         measure: measure(part) returns a context, whose time counts for that part of the step."""
-        self._mover, self._wants_stop, self._begin_window = mover, wants_stop, begin_window
+        self._mover, self._requests, self._begin_window = mover, requests, begin_window
         self._hash_of_inputs, self._n_tokens, self._measure = hash_of_inputs, n_tokens, measure
         self._lent = LentMethods(self._base, self._methods_for_caller())
 
@@ -256,7 +256,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Finishes the window's reductions; further calls do nothing. Afterwards gradients may be read and edited until
         ``step``."""
         losses = self._losses
-        notes = WindowNotes(losses.has_bad, self._wants_stop(), losses.total, self._n_tokens())
+        notes = WindowNotes(losses.has_bad, self._requests(), losses.total, self._n_tokens())
         return self.reducer.finish(notes, hash_of_inputs=self._hash_of_inputs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
@@ -278,7 +278,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         with self._measure("norm"):
             facts = self.last_facts = self.complete_gradients()
         post = self.gradient_factor
-        self.is_stopping = facts.n_stops > 0
+        self.agreed = facts.requests
         self.overflow = facts.n_nonfinite > 0 and self.checks_overflow
         self._norm = math.inf if facts.n_nonfinite else facts.norm * post
         try:

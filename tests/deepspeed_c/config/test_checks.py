@@ -57,6 +57,12 @@ def found(tree):
             "optimizer.params.state_dtype, bf16.bf16_optimizer_states",
         ),
         ({"optimizer": {"type": "AdamW", "params": {"state_dtype": "fp16"}}}, "optimizer.params.state_dtype"),
+        ({"checkpoint": {"every": "60s"}}, "checkpoint.every"),
+        ({"checkpoint": {"every": 0, "auto_resume": "here"}}, "checkpoint.every"),
+        ({"checkpoint": {"every": "0m", "auto_resume": "here"}}, "checkpoint.every"),
+        ({"checkpoint": {"every": "soon", "auto_resume": "here"}}, "checkpoint.every"),
+        ({"checkpoint": {"every": "9e999h", "auto_resume": "here"}}, "checkpoint.every"),
+        ({"checkpoint": {"auto_resume": ""}}, "checkpoint.auto_resume"),
     ],
 )
 def test_conflict(tree, where):

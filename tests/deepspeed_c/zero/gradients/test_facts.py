@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_c.zero.gradients.facts import WindowNotes
+from deepspeed_c.zero.gradients.facts import StepRequests, WindowNotes
 from tests.deepspeed_c.zero.gradients.test_shown import batch, make_engine
 from tests.ranks import on_ranks
 
@@ -27,12 +27,14 @@ def test_all_ranks_agree_on_the_facts(rank: int, world: int, stage: int) -> None
     reducer = engine._optimizer.reducer
     engine.backward(engine(batch(rank, 0)).square().mean())
     sum(want(batch(r, 0).double()).square().mean() / world for r in range(world)).backward()
-    notes = WindowNotes(rank == 1, rank != 1, None if rank == 1 else 1.5 + rank, n_tokens=10 + rank)
+    requests = StepRequests(stop=rank != 1, save=rank == 0, is_saving=False)
+    notes = WindowNotes(rank == 1, requests, None if rank == 1 else 1.5 + rank, n_tokens=10 + rank)
     facts = reducer.finish(notes)
     norm = torch.stack([p.grad.norm() for p in want.parameters() if p.grad is not None]).norm().item()
     got = facts.norm * reducer.sums.summing.step_factor
     assert got == pytest.approx(norm, rel=1e-5), (got, norm)
-    assert (facts.n_nonfinite, facts.n_bad_losses, facts.n_stops, facts.n_tokens) == (0, 1, world - 1, 33), facts
+    assert (facts.n_nonfinite, facts.n_bad_losses, facts.n_tokens) == (0, 1, 33), facts
+    assert facts.requests == StepRequests(stop=True, save=True, is_saving=False), facts
     assert facts.loss == pytest.approx((1.5 + 3.5) / 2), facts.loss  # rank 1 does not know its own
     assert [slot.name for slot in facts.unused] == ["spare"], facts.unused
     assert reducer.finish(notes) is facts
