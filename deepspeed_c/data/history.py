@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from deepspeed_c import _C
 from deepspeed_c.data.sampler import DeepSpeedDataSampler
+from deepspeed_c.data.unbroken import UnbrokenOrder, place_after
 from deepspeed_c.errors import CheckpointError, StateError
 
 __all__ = ["MOST_ENTRIES", "SampleHistory", "StepSamples"]
@@ -120,8 +121,17 @@ def _following(runs: Sequence[Sequence[int]], reading: Mapping[str, Any], n_step
     to_pass = (n_steps - 1) * count
     if reading["kind"] != "order":
         return [[epoch, position + to_pass * _round(reading), count]]
-    epoch, position = _passed(epoch, position, to_pass, reading)
     found: list[list[int]] = []
+    if reading.get("is_unbroken"):
+        position += to_pass * _round(reading)
+        while count:
+            epoch, position = place_after(epoch, position, reading["n_samples"])
+            taken = min(count, _n_rounds(position, reading))
+            found.append([epoch, position, taken])
+            position += taken * _round(reading)
+            count -= taken
+        return found
+    epoch, position = _passed(epoch, position, to_pass, reading)
     while count:
         taken = min(count, _n_rounds(position, reading))
         if taken:
@@ -151,14 +161,12 @@ def _n_rounds(position: int, reading: Mapping[str, Any]) -> int:
 
 
 def _by_order(runs: Sequence[Sequence[int]], reading: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], ...]:
-    order = _C.SampleOrder(
-        reading["n_samples"],
-        n_ranks=reading["n_ranks"],
-        rank=rank,
-        batch=reading["micro_batch"],
-        drop_last=reading["drop_last"],
-        seed=reading["seed"],
-    )
+    share = {"n_ranks": reading["n_ranks"], "rank": rank, "batch": reading["micro_batch"], "seed": reading["seed"]}
+    order: UnbrokenOrder | _C.SampleOrder
+    if reading.get("is_unbroken"):
+        order = UnbrokenOrder(reading["n_samples"], **share)
+    else:
+        order = _C.SampleOrder(reading["n_samples"], drop_last=reading["drop_last"], **share)
     found = []
     for epoch, begin, count in runs:
         position = begin
@@ -215,6 +223,7 @@ def _is_reading(reading: Any) -> bool:
         and reading.get("kind") in ("order", "steps", "own")
         and all(type(reading.get(key)) is int and reading[key] >= 1 for key in ("micro_batch", "n_ranks"))
         and type(reading.get("drop_last")) is bool
+        and type(reading.get("is_unbroken", False)) is bool
         and (reading["kind"] == "own" or type(reading.get("n_samples")) is int)
         and type(reading.get("seed")) in (int, type(None))
     )

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from deepspeed_c import _C
 from deepspeed_c.data import streams, workers
 from deepspeed_c.data.sampler import DeepSpeedDataSampler
+from deepspeed_c.data.unbroken import UnbrokenOrder, place_after
 from deepspeed_c.errors import ConfigError, StateError
 from deepspeed_c.logging import logger
 
@@ -74,11 +75,22 @@ class _EpochOrder(Sampler[int]):
     gives them in batches."""
 
     def __init__(
-        self, n_samples: int, batch: int, rank: int, world_size: int, drop_last: bool, seed: int | None
+        self,
+        n_samples: int,
+        batch: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+        seed: int | None,
+        is_unbroken: bool = False,
     ) -> None:
-        self._order = _C.SampleOrder(
-            n_samples, n_ranks=world_size, rank=rank, batch=batch, drop_last=drop_last, seed=seed
-        )
+        self._order: _C.SampleOrder | UnbrokenOrder
+        if is_unbroken:
+            self._order = UnbrokenOrder(n_samples, n_ranks=world_size, rank=rank, batch=batch, seed=seed)
+        else:
+            self._order = _C.SampleOrder(
+                n_samples, n_ranks=world_size, rank=rank, batch=batch, drop_last=drop_last, seed=seed
+            )
         n_full, n_left = divmod(n_samples, world_size * batch)
         self._n_samples = n_full * batch + (0 if drop_last else -(-n_left // world_size))
         self.epoch = 0
@@ -176,6 +188,7 @@ class DeepSpeedDataLoader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        is_unbroken: bool = False,
     ) -> None:
         """batch_size: samples of one micro-batch of one rank.
 
@@ -183,6 +196,8 @@ class DeepSpeedDataLoader:
         ``data_parallel_world_size`` determine this rank's share (default: from ``torch.distributed``). tput_timer: its
         ``start`` is called before each batch. num_local_io_workers: number of processes that load in the background;
         default: none (DeepSpeed: 2 for each device). seed: seed of the shuffle, the same on all ranks.
+        is_unbroken: fill up the last round of an epoch with the first samples of the next epoch, which begins behind
+        them. Not with a sampler, a stream or ``dataloader_drop_last``.
         """
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"is {batch_size!r}", where="batch_size", fix="use a whole number, 1 or more")
@@ -211,7 +226,13 @@ class DeepSpeedDataLoader:
             seed = config["data_efficiency"]["seed"]
         elif data_sampler is None:
             self.data_sampler = self._order = _EpochOrder(
-                _length(dataset), batch_size, rank, world_size, dataloader_drop_last, seed if shuffle else None
+                _length(dataset),
+                batch_size,
+                rank,
+                world_size,
+                dataloader_drop_last,
+                seed if shuffle else None,
+                is_unbroken and not dataloader_drop_last,
             )
         # The samples at a position depend on these. A user's sampler and a stream have their own order.
         self._identity = {
@@ -234,6 +255,9 @@ class DeepSpeedDataLoader:
             **self._identity,
         }
         """Everything that decides the samples at a position, for ``SampleHistory``."""
+        self._is_unbroken = is_unbroken and self._order is not None and not dataloader_drop_last
+        if self._is_unbroken:
+            self.reading["is_unbroken"] = True
         if self._steps is not None:
             self.reading["efficiency"] = config["data_efficiency"]
             self.reading["accumulation_steps"] = config["gradient_accumulation_steps"]
@@ -262,10 +286,12 @@ class DeepSpeedDataLoader:
         measure: Callable[[str], AbstractContextManager[None]] | None = None,
         efficiency: Mapping[str, Any] | None = None,
         accumulation_steps: int = 1,
+        is_unbroken: bool = False,
     ) -> DeepSpeedDataLoader:
         """A loader for the ranks of ``comm`` (a ``Collectives``). ``route``: "train" shuffles, "eval" and "predict" do
         not. efficiency: the section ``data_efficiency`` if it chooses the samples of training. measure: called with
-        "data" for each batch; returns a context in which the batch is made.
+        "data" for each batch; returns a context in which the batch is made. is_unbroken: as in the constructor, for
+        training.
         """
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"is {route!r}", where="deepspeed_io(route=...)", fix='use "train", "eval" or "predict"')
@@ -283,6 +309,7 @@ class DeepSpeedDataLoader:
             dataloader_drop_last=drop_last,
             seed=seed,
             shuffle=route == "train",
+            is_unbroken=is_unbroken and route == "train",
             deepspeed_dataloader_config=None
             if efficiency is None or route != "train" or data_sampler is not None
             else {
@@ -313,8 +340,16 @@ class DeepSpeedDataLoader:
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Lets the next ``iter()`` begin ``epoch``, in the order of this epoch."""
-        self._place(epoch, 0)
+        """Lets the next ``iter()`` begin ``epoch``, in the order of this epoch. If the epochs are unbroken, the one that
+        follows begins behind the samples that the last round has taken."""
+        following, position = self._next_epoch()
+        self._place(epoch, position if epoch == following else 0)
+
+    def _next_epoch(self) -> tuple[int, int]:
+        """The epoch that the next ``iter()`` begins, and the position in it."""
+        if self._is_unbroken and self._position > len(self.dataset):
+            return place_after(self._epoch, self._position, len(self.dataset))
+        return self._epoch + 1, 0
 
     def _place(self, epoch: int, position: int) -> None:
         self._epoch, self._position, self._stream_state = epoch, position, None
@@ -326,7 +361,7 @@ class DeepSpeedDataLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._batches is not None:
             if self._position and self._steps is None:  # the order of a whole run goes on
-                self._epoch, self._position, self._stream_state = self._epoch + 1, 0, None
+                (self._epoch, self._position), self._stream_state = self._next_epoch(), None
                 self._run = None
             self._draws = self._batches = None
         return _Batches(self)
@@ -441,6 +476,8 @@ class DeepSpeedDataLoader:
         """
         self.check_state_dict(state)
         self._place(state["epoch"], state["position"])
+        if self._order is not None and self._position > len(self.dataset):  # saved by a loader with unbroken epochs
+            self._place(*place_after(self._epoch, self._position, len(self.dataset)))
         self._runs.clear()
         if self._steps is not None:
             self._steps.load_state_dict(state["sampler"])

@@ -417,6 +417,8 @@ class TrainingHost(Reductions, ModelHost):
             measure=self.phases.measure,
             efficiency=sampling_section(self._config.data_efficiency),
             accumulation_steps=self._config.batch.accumulation_steps,
+            # A run that resumes by itself may do so on any number of ranks, in the middle of an epoch too.
+            is_unbroken=self._config.checkpoint.auto_resume is not None,
         )
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
