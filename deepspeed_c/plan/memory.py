@@ -195,6 +195,16 @@ class MemoryPlan(NamedTuple):
         """The phase with the most bytes."""
         return max(self.phases.values(), key=lambda phase: (phase.nbytes, phase.host_nbytes))
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the rank writes to a checkpoint: weights, masters and optimizer state. Ranks divide among them what
+        each of them holds whole. 0 for an engine that only evaluates."""
+        if "step" not in self.phases:
+            return 0
+        kinds, sharding = self.phases["step"].kinds, STAGES[self.stage]
+        is_cut = {WEIGHTS: sharding.parameters, MASTERS: sharding.optimizer, STATE: sharding.optimizer}
+        return sum(kinds.get(kind, 0) // (1 if cut else self.n_ranks) for kind, cut in is_cut.items())
+
 
 class _Policy:
     """The engine's precision policy for parameters whose modules do not exist here: the sizes record the dtypes that

@@ -58,6 +58,19 @@ class Row(NamedTuple):
     refusal: str = ""
 
 
+class Saves(NamedTuple):
+    """The cost of the saves by ``checkpoint.every``, for a rank."""
+
+    every_seconds: float
+    nbytes: int  # of a checkpoint, and of the copy in host memory
+    copy_seconds: float  # how long a step waits for the copy, by the rates
+
+    @property
+    def share(self) -> float:
+        """Part of the run's time."""
+        return self.copy_seconds / self.every_seconds
+
+
 class Table(NamedTuple):
     """All rows, and the inputs of the plan."""
 
@@ -80,6 +93,7 @@ class Table(NamedTuple):
     asked: int = 0  # index of the option for the configuration
     generates: GenerationShape | None = None
     generation: Sequence[GenerationMoment] = ()  # forwards of ``generate``, if it was asked for
+    saves: Saves | None = None  # if the engine saves by itself, and the configuration can be planned
 
 
 def plan_table(
@@ -201,9 +215,20 @@ def plan_table(
             else one
             for one in placed
         ]
+    chosen_row = next(i for i, row in enumerate(rows) if (row.stage, row.offload) == chosen)
+    plan, every = rows[chosen_row].plan, config.checkpoint.every_seconds
+    saves = None
+    if plan is not None and every is not None and asked.optimizer == "nvme":
+        notes.append(
+            "checkpoint.every: states on NVMe are not copied, so a step with a save lasts until all is written"
+        )
+    elif plan is not None and plan.saved_bytes and every is not None:
+        # The link carries the bytes once. A copy within host memory reads and writes them.
+        seconds = 2 * plan.saved_bytes / rates.host if device_type == "cpu" else plan.saved_bytes / rates.link
+        saves = Saves(every, plan.saved_bytes, seconds)
     return Table(
         rows,
-        next(i for i, row in enumerate(rows) if (row.stage, row.offload) == chosen),
+        chosen_row,
         sizes,
         n_ranks,
         next((name for name in ("fp16", "bf16") if getattr(config, name).enabled), "fp32"),
@@ -221,6 +246,7 @@ def plan_table(
         asked_option,
         generates,
         generation,
+        saves,
     )
 
 
@@ -390,6 +416,7 @@ def as_text(table: Table) -> str:
     lines += [
         "",
         *_peak_lines(table, unit, scale),
+        *_save_lines(table, unit, scale),
         *_generation_lines(table, unit, scale),
         *_option_lines(table, unit, scale),
         *_placed_lines(table, unit, scale),
@@ -420,6 +447,17 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
         + (f"; at most {_count(plan.window_elems)} elements are gathered at once" if plan.window_elems else "")
     )
     return lines
+
+
+def _save_lines(table: Table, unit: str, scale: int) -> list[str]:
+    saves = table.saves
+    if saves is None:
+        return []
+    line = (
+        f"checkpoint.every, {saves.every_seconds:g} s: a rank copies {saves.nbytes / scale:.2f} {unit} to host memory, where the"
+        f" copy stays, and writes it in the background; the copy takes {saves.copy_seconds:.2g} s, {saves.share:.2g} of the time"
+    )
+    return [line]
 
 
 def _generation_lines(table: Table, unit: str, scale: int) -> list[str]:
@@ -531,6 +569,7 @@ def as_json(table: Table) -> dict[str, Any]:
         "rows": [_row_json(row, i == table.chosen) for i, row in enumerate(table.rows)],
         "budgets": None if table.budgets is None else table.budgets._asdict(),
         "rates": table.rates._asdict(),
+        "saves": None if table.saves is None else table.saves._asdict(),
         "placements": [_placed_json(placed, table.nvme_path) for placed in table.placed],
     }
 

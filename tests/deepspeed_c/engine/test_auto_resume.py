@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deepspeed_c import errors
+from deepspeed_c.plan.table import plan_table
 from deepspeed_c.step_file import StepFile
 from tests.deepspeed_c.engine.checkpoint.test_checkpoints import Net, Numbers, differences, make, train, whole_state
 from tests.deepspeed_c.engine.test_preemption import caught
@@ -203,6 +204,27 @@ def test_every_does_not_wait_for_the_save_before(rank: int, world: int, folder: 
         finally:
             module.save = save
             may_write.set()
+
+
+def wide() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(3)))
+
+
+@pytest.mark.parametrize("stage, dtype", [(0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")])
+@on_ranks(2)
+def test_the_planner_knows_the_size_of_the_copy(rank: int, world: int, folder: str, stage: int, dtype: str) -> None:
+    with make(stage, dtype, model=wide(), checkpoint={"auto_resume": folder, "every": "60s"}) as engine:
+        x = torch.ones(2, 300, dtype=engine.module[0].bias.dtype)
+        engine.backward(engine(x).float().square().mean())
+        pass_time(engine)
+        engine.step()
+        engine.wait_checkpoint()
+        copied, settings = engine._checkpoints._snapshot.nbytes, engine._config.as_dict()
+    with torch.device("meta"):
+        model = wide()
+    plan = plan_table(settings, world, model=model, every_stage=False)
+    # Addresses are rounded to 64 bytes, and slices are padded.
+    assert abs(plan.saves.nbytes - copied) < 0.01 * copied, (plan.saves.nbytes, copied)
 
 
 @on_ranks(2)

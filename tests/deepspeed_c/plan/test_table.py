@@ -216,6 +216,24 @@ def test_limits_of_the_configuration_make_the_window():
     assert window(stage3_prefetch_bucket_size=100_000_000, stage3_max_live_parameters=40_000_000) <= 40_000_000
 
 
+def test_saves_by_time_cost_a_copy_of_weights_masters_and_moments():
+    checkpoint = {"auto_resume": "ckpt", "every": "2m"}
+    for stage in range(4):
+        table = plan_table(config(stage, checkpoint=checkpoint), N, sizes=stack_of(P, 16))
+        # 2 bytes of weight, 4 of master, 8 of moments; the ranks divide them, cut or not.
+        assert table.saves.nbytes == pytest.approx(14 * P / N, rel=1e-3), (stage, table.saves)
+        assert table.saves.copy_seconds == pytest.approx(2 * 14 * P / N / 25e9, rel=1e-3), table.saves
+        assert table.saves.share == table.saves.copy_seconds / 120
+        assert as_json(table)["saves"]["nbytes"] == table.saves.nbytes
+        assert "checkpoint.every, 120 s: a rank copies 0.20 GiB" in as_text(table), as_text(table)
+    table = plan_table(config(2, checkpoint=checkpoint), N, sizes=stack_of(P, 16), device_type="cuda")
+    assert table.saves.copy_seconds == pytest.approx(14 * P / N / 25e9, rel=1e-3), table.saves
+    assert plan_table(config(2), N, sizes=stack_of(P, 16)).saves is None
+    swapped = config(2, checkpoint=checkpoint, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/"}})
+    table = plan_table(swapped, N, sizes=stack_of(P, 16))
+    assert table.saves is None and any("until all is written" in note for note in table.notes), table.notes
+
+
 def test_json_says_what_the_text_says():
     table = plan_table(config(3), N, sizes=stack_of(P, 16))
     assert as_json(table)["placements"] == [] and as_json(table)["budgets"] is None
