@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 
-__all__ = ["JOB_VARIABLE", "RUN_TOKEN", "VARIABLES", "Env", "read_env"]
+__all__ = ["JOB_VARIABLE", "RUN_TOKEN", "STEP_FILE", "VARIABLES", "Env", "read_env"]
 
 JOB_VARIABLE = "DSC_LAUNCH_JOB"
 RUN_TOKEN = "DSC_RUN_TOKEN"
+STEP_FILE = "DSC_STEP_FILE"
 
 
 class _Facts(NamedTuple):
@@ -66,6 +67,11 @@ class Env:
     world_size: int = _Variable("WORLD_SIZE", 1, int, 1)
     """WORLD_SIZE: processes of the job."""
 
+    @property
+    def given_world_size(self) -> int | None:
+        """``world_size``, or None if its variable is unset or empty."""
+        return self.world_size if self._environ.get("WORLD_SIZE", "").strip() else None
+
     local_rank: int = _Variable("LOCAL_RANK", 0, int, 0)
     """LOCAL_RANK: number of this process on its host; chooses the device."""
 
@@ -92,6 +98,9 @@ class Env:
 
     agent_store: str | None = _Variable("TORCHELASTIC_USE_AGENT_STORE", None, str)
     """TORCHELASTIC_USE_AGENT_STORE: "True" if torchrun's agent listens at MASTER_PORT, and not rank 0."""
+
+    elasticity_config: str | None = _Variable("DEEPSPEED_ELASTICITY_CONFIG", None, str)
+    """DEEPSPEED_ELASTICITY_CONFIG: the section elasticity, as JSON, by which a scheduler has chosen the ranks."""
 
     visible_devices: str | None = _Variable("CUDA_VISIBLE_DEVICES", None, str)
     """CUDA_VISIBLE_DEVICES: names of the devices that torch may use."""

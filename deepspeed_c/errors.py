@@ -13,6 +13,9 @@ __all__ = [
     "ConfigError",
     "DataFileError",
     "DeepSpeedCError",
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
     "EventError",
     "FeatureError",
     "LaunchError",
@@ -84,6 +87,19 @@ class EventError(DeepSpeedCError, ValueError):
 
 class BatchSizeError(ConfigError):
     """train_batch_size is not the product of micro-batch size, accumulation steps and world size."""
+
+
+class ElasticityError(ConfigError):
+    """The section elasticity cannot give a batch. The base of the two errors below."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The section elasticity is missing or malformed, differs from the one that a scheduler has seen, or stands beside
+    other batch keys."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """This number of ranks cannot share the batch of the section elasticity."""
 
 
 class ModelError(DeepSpeedCError, ValueError):

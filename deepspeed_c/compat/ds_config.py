@@ -39,6 +39,8 @@ from deepspeed_c.compat.runtime_constants import ValidationMode
 from deepspeed_c.compat.swap_constants import AIO
 from deepspeed_c.config import read_config
 from deepspeed_c.config.batch import resolve_batch
+from deepspeed_c.config.elasticity import batch_of_world
+from deepspeed_c.config.findings import BATCH_KEYS
 from deepspeed_c.config.inference import WeightQuantConfig
 from deepspeed_c.config.keys import DTYPE_NAMES
 from deepspeed_c.config.source import read_source
@@ -131,8 +133,7 @@ def set_optimizer_flags(config_class: DeepSpeedConfig, model: torch.nn.Module) -
 class DeepSpeedConfig:
     """A configuration with resolved batch sizes and sections as objects. Attributes have DeepSpeed's names.
 
-    A configuration may request features that this version lacks: ``initialize`` refuses them, this class does not. This
-    class refuses elasticity, because it determines batch sizes.
+    A configuration may request features that this version lacks: ``initialize`` refuses them, this class does not.
 
     Args:
         config: a dictionary, which is not changed, the path of a JSON or Hjson file, or base64 text.
@@ -143,6 +144,7 @@ class DeepSpeedConfig:
     Raises:
         ConfigError: unknown or malformed keys, all in one message.
         BatchSizeError: the batch sizes contradict each other, or are missing.
+        ElasticityError: the section elasticity gives no batch to this number of ranks.
     """
 
     def __init__(self, config: str | dict[str, Any], mpu: Any = None, mesh_device: Any = None) -> None:
@@ -151,18 +153,17 @@ class DeepSpeedConfig:
         self.global_rank = groups.get_rank() if comm.is_initialized() else 0
         self.world_size = self._data_parallel_ranks(mpu, mesh_device)
         known, problems = read_config(source).resolve_with_problems(world_size=self.world_size, batch="skip")
-        self.elasticity_enabled = known.elasticity.enabled
         wrong = [each for each in problems if not isinstance(each, UnsupportedConfigError)]
-        if self.elasticity_enabled:
-            wrong += [each for each in problems if each.where.startswith("elasticity")]
         if wrong:
             raise wrong[0] if len(wrong) == 1 else ConfigError("\n".join(map(str, wrong)), where=self._origin)
-        sizes, _ = resolve_batch(
-            known.train_batch_size,
-            known.train_micro_batch_size_per_gpu,
-            known.gradient_accumulation_steps,
-            self.world_size,
-        )
+        self.elasticity_enabled = known.elasticity.enabled
+        if self.elasticity_enabled:
+            given = batch_of_world(known.resolved_dict()["elasticity"], self.world_size)
+            self.elastic_model_parallel_size = known.elasticity.model_parallel_size
+            self.num_gpus_per_node = known.elasticity.num_gpus_per_node
+        else:
+            given = tuple(getattr(known, name) for name in BATCH_KEYS)
+        sizes, _ = resolve_batch(*given, self.world_size)
         self.train_batch_size = sizes.train_batch_size
         self.train_micro_batch_size_per_gpu = sizes.micro_batch_size
         self.gradient_accumulation_steps = sizes.accumulation_steps

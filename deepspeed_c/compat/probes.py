@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from deepspeed_c.ops.muon import Muon
 
 __all__ = [
     "can_send_recv",
-    "elasticity_enabled",
     "get_default_compute_capabilities",
     "get_local_rank_from_launcher",
     "get_norm_dtype",
@@ -79,11 +78,6 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 def can_send_recv() -> bool:
     """Always True: every torch that this package supports sends between two ranks."""
     return hasattr(torch.distributed, "send") or not torch.distributed.is_available()
-
-
-def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether a configuration asks for elasticity. ``initialize`` refuses such a configuration."""
-    return ds_config.get("elasticity", {}).get("enabled", False)
 
 
 def is_torch_elastic_compatible() -> bool:

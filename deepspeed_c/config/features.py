@@ -191,7 +191,12 @@ AREAS: dict[str, dict[str, Feature]] = {
         "checkpoint_writer": _later("the configurable checkpoint writer", _REMOVE),
         "nebula": _later("Nebula checkpoints", 'set "enabled": false'),
         "datastates": _later("DataStates checkpoints", "remove the section"),
-        "elasticity": _later("elasticity", 'set "enabled": false and give the batch sizes'),
+        "elasticity": Feature(
+            "elasticity",
+            True,
+            'set "enabled": false and give the batch sizes',
+            is_on=lambda root: root.elasticity.enabled,
+        ),
         "autotuning": Feature("autotuning", True, 'set "enabled": false', is_on=lambda root: root.autotuning.enabled),
     },
     "monitoring": {

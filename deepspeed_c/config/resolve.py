@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
-from ..errors import BatchSizeError, ConfigError
+from ..errors import BatchSizeError, ConfigError, ElasticityConfigError, ElasticityError
 from .batch import Batch, resolve_batch
 from .checks import conflicts
 from .coerce import show
 from .config import Config
+from .elasticity import ElasticityConfig, batch_of_world
 from .findings import BATCH_KEYS, Findings
 from .keys import FrozenDict
 from .schema import Root, fields_of
 from .source import GivenConfig
+from .tuning import Elasticity
 
 __all__ = ["ReadConfig"]
 
@@ -105,6 +108,8 @@ def _join(problems: list[ConfigError]) -> ConfigError:
 def _with_batch(root: Root, found: Findings, world_size: int | None) -> tuple[Root, Batch | None]:
     """Solve the batch triangle and write the result into the keys. An "auto" that cannot be solved stays unfilled.
     ``world_size`` None: leave the triangle as it is."""
+    if root.elasticity.enabled:
+        return _with_elastic_batch(root, found, world_size)
     autos = [name for name in BATCH_KEYS if found.sources.get(name) == "auto"]
     if world_size is None:
         _leave_open(found, autos)
@@ -126,6 +131,44 @@ def _with_batch(root: Root, found: Findings, world_size: int | None) -> tuple[Ro
         if source == "derived" or name not in found.sources:
             found.sources[name] = source
     return msgspec.structs.replace(root, **dict(zip(BATCH_KEYS, sizes))), sizes
+
+
+def _with_elastic_batch(root: Root, found: Findings, world_size: int | None) -> tuple[Root, Batch | None]:
+    """Take the batch from the section elasticity, and refuse other keys of the batch unless the section allows them.
+    ``world_size`` None: only check the section.
+    """
+    if any(problem.where.startswith("elasticity") for problem in found.problems):
+        return root, None
+    if root.autotuning.enabled:
+        found.fail("both decide the batch", "autotuning.enabled, elasticity.enabled", "enable one of them")
+    beside = [name for name in BATCH_KEYS if name in found.sources]
+    try:
+        if beside and not root.elasticity.ignore_non_elastic_batch_info:
+            raise ElasticityConfigError(
+                "is given beside the section elasticity, which decides the batch",
+                where=", ".join(map(found.place, beside)),
+                fix='remove it, or set "ignore_non_elastic_batch_info": true in the section',
+            )
+        section = _given_keys(root.elasticity, found.sources)
+        if world_size is None:
+            ElasticityConfig(section)
+            return root, None
+        sizes, _ = resolve_batch(*batch_of_world(section, world_size), world_size)
+    except (BatchSizeError, ElasticityError) as error:
+        found.problems.append(error)
+        return root, None
+    for name, size in zip(BATCH_KEYS, sizes):
+        if name in beside:
+            given = '"auto"' if found.sources[name] == "auto" else show(getattr(root, name))
+            found.note(name, f"= {given} is ignored: elasticity makes it {size}", is_harmless=True)
+        found.sources[name] = "derived"
+    return msgspec.structs.replace(root, **dict(zip(BATCH_KEYS, sizes))), sizes
+
+
+def _given_keys(section: Elasticity, sources: Mapping[str, str]) -> dict[str, Any]:
+    """The keys of the section that were given, as a dictionary in JSON's types."""
+    given = {name: getattr(section, name) for name in section.__struct_fields__ if f"elasticity.{name}" in sources}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
 
 def _without_copies(root: Root, found: Findings, world_size: int) -> Root:

@@ -12,23 +12,29 @@ _FOUND = "the planner reads it from the model itself"
 
 
 class Elasticity(Section, kw_only=True):
-    """A global batch size that works for many world sizes."""
+    """A global batch size that works for many world sizes: it replaces the three keys of the batch."""
 
-    enabled: Annotated[bool, asks("Switch of the section.", _E)] = False
+    enabled: Annotated[
+        bool, asks("Switch of the section; max_train_batch_size and micro_batch_sizes are required then.", _E)
+    ] = False
     max_train_batch_size: Annotated[Positive, tunes("Largest global batch, in samples.", _E)] = 2000
     micro_batch_sizes: Annotated[tuple[Positive, ...], tunes("Micro batches to choose from, in samples.", _E)] = (
         2,
         4,
         6,
     )
-    min_gpus: Annotated[Positive, tunes("Fewest devices.", _E)] = 1
-    max_gpus: Annotated[Positive, tunes("Most devices.", _E)] = 10000
-    min_time: Annotated[NonNeg, tunes("Minutes between scalings.", _E)] = 0
-    prefer_larger_batch: Annotated[bool, tunes("Choose the larger batch.", _E)] = True
-    ignore_non_elastic_batch_info: Annotated[bool, tunes("Ignore the other batch keys.", _E)] = False
-    version: Annotated[float, tunes("Version of the rules.", _E)] = 0.2
-    model_parallel_size: Annotated[Positive, tunes("Ranks of one model copy.", _E)] = 1
-    num_gpus_per_node: Annotated[Positive, tunes("Devices of one node.", _E)] = 1
+    min_gpus: Annotated[Positive, tunes("Fewest ranks of the search for a batch.", _E)] = 1
+    max_gpus: Annotated[Positive, tunes("Most ranks of the search for a batch.", _E)] = 10000
+    min_time: Annotated[
+        NonNeg, tunes("Least minutes of a round before hosts are taken in, in an elastic launch.", _E)
+    ] = 0
+    prefer_larger_batch: Annotated[bool, tunes("Of equally good batches, take the larger one.", _E)] = True
+    ignore_non_elastic_batch_info: Annotated[
+        bool, tunes("Ignore the three keys of the batch, which are otherwise refused beside this section.", _E)
+    ] = False
+    version: Annotated[float, tunes("Rules of the choice: 0.1 counts ranks, 0.2 whole hosts.", _E)] = 0.2
+    model_parallel_size: Annotated[Positive, tunes("Ranks of one model copy, at version 0.2.", _E)] = 1
+    num_gpus_per_node: Annotated[Positive, tunes("Devices of one host, at version 0.2.", _E)] = 1
 
 
 class ModelInfo(Section, kw_only=True):

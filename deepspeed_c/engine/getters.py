@@ -204,8 +204,9 @@ class ConfigGetters:
         return self._config.checkpoint.writer is not None
 
     def is_elastic_model_parallel_supported(self) -> bool:
-        """False: batch sizes do not follow the number of ranks."""
-        return False
+        """Whether the section elasticity acts and its hosts hold whole copies of the model."""
+        section = self._config.elasticity
+        return section.enabled and section.num_gpus_per_node % section.model_parallel_size == 0
 
     def is_map_style_dataset(self, dataset: Any = None) -> bool:
         """Whether samples of ``dataset`` are found by their number. Torch's iterable datasets have the methods, too."""

@@ -53,6 +53,15 @@ COMMANDS: dict[str, Command] = {
             ("deepspeed_c config check FILE", "what is wrong with a configuration"),
         ),
     ),
+    "elastic": Command(
+        "deepspeed_c.config.elastic_cli:main",
+        (
+            (
+                "deepspeed_c elastic -c FILE -w N",
+                "the batch of the section elasticity, the numbers of ranks that can share it, the micro-batch of N ranks",
+            ),
+        ),
+    ),
     "plan": Command(
         "deepspeed_c.plan.cli:main",
         (

@@ -67,9 +67,7 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {
     "ds_nvme_tune": _ds_nvme_tune,
     "ds_ssh": _command("ssh"),
     "ds_bench": _absent("ds_bench", "`deepspeed_c bench comm` measures ranks of one host"),
-    "ds_elastic": _absent(
-        "ds_elastic", "choose the batch sizes by hand: train_batch_size = micro-batch x accumulation x ranks"
-    ),
+    "ds_elastic": _command("elastic"),
 }
 
 

@@ -183,7 +183,8 @@ ROWS = [
     ("from deepspeed.compression.compress import init_compression, redundancy_clean", "DeepSpeedExamples",
      "compression"),
     ("from deepspeed.ops.sparse_attention import SparseSelfAttention", "GPT-NeoX, DALLE-pytorch", "flex_attention"),
-    ("from deepspeed.elasticity.elastic_agent import DSElasticAgent", "torchrun users", "any number of ranks"),
+    ("from deepspeed.elasticity.elastic_agent import DSElasticAgent", "torchrun users",
+     "--elastic_training"),
     ("from deepspeed.runtime.fp16.onebit.adam import OnebitAdam", "DeepSpeedExamples", "1-bit optimizers"),
     ("from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd",
      "Megatron-DeepSpeed training.py", "random layer token drop"),
@@ -210,7 +211,7 @@ ROWS = [
     ("from deepspeed.autotuning.autotuner import Autotuner", "GPT-NeoX"),
     ("from deepspeed.runtime.fp16.onebit.lamb import OnebitLamb", "BingBert", "1-bit optimizers"),
     ("from deepspeed.runtime.zero.tiling import TiledLinear", "DeepSpeed docs", "tiled layers"),
-    ("from deepspeed.elasticity import compute_elastic_config", "Megatron-DeepSpeed", "any number of ranks"),
+    ("from deepspeed.elasticity import compute_elastic_config", "Megatron-DeepSpeed"),
 ]
 # fmt: on
 IMPORTS = [Import(*row) for row in ROWS]

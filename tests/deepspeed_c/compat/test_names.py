@@ -17,7 +17,14 @@ from deepspeed_c.compat.checkpoint_folder import merge_state, partition_data
 from deepspeed_c.compat.config_sections import DeepSpeedFP16Config, DeepSpeedZeroConfig
 from deepspeed_c.compat.timing import CudaEventTimer
 from deepspeed_c.config.config_model import DeepSpeedConfigModel, Field
-from deepspeed_c.errors import CheckpointError, ConfigError, FeatureError, ModelError, StateError
+from deepspeed_c.errors import (
+    CheckpointError,
+    ConfigError,
+    ElasticityConfigError,
+    FeatureError,
+    ModelError,
+    StateError,
+)
 from deepspeed_c.moe import utils as experts
 from deepspeed_c.utils import gradients
 from deepspeed_c.utils.numa import parse_range
@@ -46,7 +53,7 @@ from tests.waits import ran
         (lambda: ds_config.load_ds_config("/no/such/file.json"), ConfigError, "no such file"),
         (
             lambda: ds_config.DeepSpeedConfig({"elasticity": {"enabled": True}, "train_batch_size": 1}),
-            ConfigError,
+            ElasticityConfigError,
             "elasticity",
         ),
         (lambda: experts.configure_moe_param_groups([]), ModelError, "model_parameters"),

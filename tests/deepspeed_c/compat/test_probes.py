@@ -163,7 +163,6 @@ def test_questions_about_data_are_computed() -> None:
 def test_questions_of_objects_are_answered() -> None:
     getters, samples = ConfigGetters(), torch.utils.data.TensorDataset(torch.zeros(3, 1))
     stream = torch.utils.data.ChainDataset([])
-    assert getters.is_elastic_model_parallel_supported() is False
     assert [getters.is_map_style_dataset(each) for each in (samples, [1], stream, None)] == [True, True, False, False]
     assert [getters.is_iterable_style_dataset(each) for each in (samples, [1], stream, None)] == [
         False, False, True, False,

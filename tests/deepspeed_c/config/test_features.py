@@ -254,7 +254,6 @@ def test_section_of_a_missing_feature_with_a_wrong_key_is_refused(path, field):
     [
         ("weight_quantization", {"enabled": False, "num_bits": 4}),
         ("amp", {"enabled": False, "opt_level": "O2"}),
-        ("elasticity", {"enabled": False, "max_train_batch_size": 64}),
     ],
 )
 def test_other_keys_of_a_disabled_section_ask_for_nothing(path, value):

@@ -47,8 +47,10 @@ def attributes_read():
 
 
 def keys_read():
-    """Every key of the sections that the sampler and the curricula get as mappings, as DeepSpeed's classes do."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "data").glob("*.py")]
+    """Every key of the sections that the sampler, the curricula and the choice of an elastic batch get as mappings, as
+    DeepSpeed's classes do."""
+    files = [*(ROOT / "data").glob("*.py"), ROOT / "config" / "elasticity.py"]
+    trees = [ast.parse(path.read_text()) for path in files]
     constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return {value for value in constants if isinstance(value, str)}
 
