@@ -32,7 +32,13 @@ class Elasticity(Section, kw_only=True):
     ignore_non_elastic_batch_info: Annotated[
         bool, tunes("Ignore the three keys of the batch, which are otherwise refused beside this section.", _E)
     ] = False
-    version: Annotated[float, tunes("Rules of the choice: 0.1 counts ranks, 0.2 whole hosts.", _E)] = 0.2
+    version: Annotated[
+        float,
+        tunes(
+            "Rules of the choice: 0.1 counts ranks; 0.2 counts whole hosts, and gives other worlds another batch.",
+            _E,
+        ),
+    ] = 0.2
     model_parallel_size: Annotated[Positive, tunes("Ranks of one model copy, at version 0.2.", _E)] = 1
     num_gpus_per_node: Annotated[Positive, tunes("Devices of one host, at version 0.2.", _E)] = 1
 
