@@ -1,10 +1,9 @@
-"""``guard.py``: kills the ranks of a launcher that has died, with all that they have started, and the experiment of a
-tuner.
+"""``guard.py``: kills the ranks of a launcher that has died, with all that they have started, and other children whose
+parent has died.
 
 The launcher writes the process id of each rank to this process's stdin, and "end" when all have ended. If stdin ends
-before that, the launcher was killed, and nobody else ends its ranks. A tuner does so with the launcher of its
-experiment. A bare interpreter runs this file as a script, so
-the file imports nothing from the package.
+before that, the launcher was killed, and nobody else ends its ranks. ``guarded.py`` does so with one child. A bare
+interpreter runs this file as a script, so the file imports nothing from the package.
 """
 
 import os

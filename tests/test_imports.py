@@ -28,6 +28,7 @@ LEAVES = {
     "scheduled",
     "background",
     "step_file",
+    "guarded",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -46,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cgroups": set(),
     "processor": set(),
     "guard": set(),
+    "guarded": set(),
     "threads": {"_C", "cgroups"},
     "alias": set(),
     "_C": set(),
@@ -130,7 +132,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("offload", "weights", "compression", "kv", "threads"),
     },
     "serving": {"logging", "comm", "ops", "_C", "inference"},
-    "server": {"config", "logging", "ops", "inject", "inference", "serving"},
+    "server": {"config", "logging", "ops", "inject", "inference", "serving", "quantity"},
     "mii": {"config", "logging", "ops", "_C", "inject", "inference", "serving", "launcher"},
     "rollout": {"config", "logging", "quantity", "accelerator", "ops", "kv", "engine", "moe", "inference"},
     "plan": {

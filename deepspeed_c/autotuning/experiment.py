@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from deepspeed_c.cgroups import MemoryGroup, memory_group
 from deepspeed_c.config.tuning import Autotuning
 from deepspeed_c.engine.experiment import progress_path, write_json
 from deepspeed_c.errors import ConfigError
+from deepspeed_c.guarded import ended
 from deepspeed_c.quantity import as_binary
 
 __all__ = [
@@ -41,7 +41,6 @@ _TAIL_LINES = 20
 _STOP_SECONDS = 40.0  # more than the launcher gives its ranks
 _MEASURED = ("enabled", "start_profile_step", "end_profile_step", "metric")
 _POLL_SECONDS = 0.1
-_GUARD = str(Path(__file__).parents[1] / "guard.py")
 
 
 class Launch(NamedTuple):
@@ -211,7 +210,7 @@ def _run(
             stderr=err,
             start_new_session=True,
         )
-        with _ended(process):
+        with ended(process, _STOP_SECONDS):  # the launcher ends its ranks, which are in groups of their own
             if group is not None:
                 with suppress(OSError):  # it runs without a limit
                     group.add(process.pid)
@@ -237,29 +236,6 @@ def _has_ended(process: subprocess.Popen[bytes], steps: Path, limit: float, watc
         with suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_SECONDS)
     return True
-
-
-@contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """At the end of this context the process has ended, also if the tuner is killed within it."""
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", _GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
-    )
-    try:
-        with suppress(BrokenPipeError):
-            guard.stdin.write(f"{process.pid}\n")
-            guard.stdin.flush()
-        yield
-    finally:
-        if process.poll() is None:
-            process.terminate()  # the launcher ends its ranks, which are in groups of their own
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        with suppress(BrokenPipeError):
-            guard.communicate("end\n")
 
 
 def _read(path: Path) -> dict[str, Any] | None:

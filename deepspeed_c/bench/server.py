@@ -9,17 +9,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO
 
 from deepspeed_c.bench.http_stream import Address, FailedRequest, exchange
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.guarded import ended
 from deepspeed_c.listening import listening_socket
 
 __all__ = ["is_ready", "served"]
 
 _HOST = "127.0.0.1"
-_GUARD = str(Path(__file__).parents[1] / "guard.py")
 # Large models take minutes to load.
 _READY_LIMIT_S = 1800.0
 _LOOK_S = 0.1
@@ -45,7 +44,7 @@ def served(folder: str, words: Sequence[str]) -> Iterator[Address]:
         server = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-        with _ended(server):
+        with ended(server, _STOP_S):
             if not asyncio.run(is_ready(address, server, "/ready", _READY_LIMIT_S)):
                 code = server.poll()
                 how = f"is not ready after {_READY_LIMIT_S:g} s" if code is None else f"ended with exit code {code}"
@@ -71,27 +70,6 @@ async def is_ready(address: Address, server: subprocess.Popen[bytes], path: str,
 async def _status(address: Address, path: str) -> int:
     async with exchange(address, "GET", path) as (head, _):
         return head.status
-
-
-@contextmanager
-def _ended(server: subprocess.Popen[bytes]) -> Iterator[None]:
-    guard = subprocess.Popen(
-        [sys.executable, "-I", "-S", _GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert guard.stdin is not None
-    try:
-        with suppress(BrokenPipeError):
-            guard.stdin.write(f"{server.pid}\n")
-            guard.stdin.flush()
-        yield
-    finally:
-        server.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(_STOP_S)
-        server.kill()
-        server.wait()
-        with suppress(BrokenPipeError):
-            guard.communicate("end\n")
 
 
 def _last_lines(log: IO[bytes]) -> list[str]:
