@@ -114,6 +114,16 @@ def no_process_group_is_left() -> Iterator[None]:
         pytest.fail("this test left a process group: have ranks run it (run_ranks), or destroy it")
 
 
+@pytest.fixture
+def process_group_of_the_engine() -> Iterator[None]:
+    """Ends the process group that an engine of one process has started."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def pytest_collection_finish() -> None:
     """Freeze the objects present now (torch, the tests): they live as long as the session, and scanning them costs each
     garbage collection 0.3 s."""

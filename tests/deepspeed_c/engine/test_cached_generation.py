@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import deepspeed_c
 from deepspeed_c.kv.attention import attention_in_blocks
@@ -55,11 +54,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 def make(family: str) -> Any:

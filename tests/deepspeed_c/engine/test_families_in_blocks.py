@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import deepspeed_c
 from deepspeed_c import kv
@@ -99,11 +98,7 @@ WAYS: dict[str, dict[str, Any]] = {
 N_ULPS = 4
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 def make(family: str, dtype: torch.dtype = torch.float32, seed: int = 7) -> Any:

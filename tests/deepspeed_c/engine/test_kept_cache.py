@@ -4,13 +4,11 @@ is left, and without rows of a call that failed."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import deepspeed_c
 from deepspeed_c.engine import cached_generation
@@ -24,11 +22,7 @@ BLOCK_BYTES = N_LAYERS * 2 * N_HEADS * HEAD_DIM * 16 * 4
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 @pytest.fixture

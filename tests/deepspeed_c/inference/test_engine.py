@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import deepspeed_c
@@ -28,12 +26,7 @@ GREEDY = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": Tr
 BEAMS = {**GREEDY, "num_beams": 3}
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    """Ends the process group that an engine of one process has started."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 def answers_body(rank: int, world: int, family: str, uses_kernels: bool) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,11 +27,7 @@ PROMPTS = ["def main(", "größer – ist", "x"]
 SMALL = {"state_manager": {"memory_config": {"mode": "allocate", "size": 40}, "max_context": 200}}
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,11 @@ any company; ranks with different numbers of prompts and tokens do not wait for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributions import Chi2
 
 import deepspeed_c
@@ -41,11 +39,7 @@ CELLS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 def make_llama() -> Any:

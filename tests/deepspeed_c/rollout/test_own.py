@@ -3,13 +3,11 @@ token, on one rank and with experts on two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import deepspeed_c
 from deepspeed_c.errors import FeatureError, StateError
@@ -34,11 +32,7 @@ LENGTHS = (9, 4, 1)
 MORE = SimpleNamespace(pad_token_id=0, eos_token_id=2)
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 @pytest.mark.parametrize("n_ways", [1, 3])

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from deepspeed_c.errors import ModelError
 from deepspeed_c.rollout import (
@@ -30,11 +28,7 @@ from tests.ranks import run_ranks
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 def write(engine: Any, lengths: tuple[int, ...] = LENGTHS, **settings: Any) -> RolloutBatch:

@@ -15,10 +15,10 @@ from deepspeed_c.inference.engine import init_inference
 from deepspeed_c.inference.v2 import InferenceEngineV2, deterministic
 from deepspeed_c.inference.v2.deterministic import Deterministic, require_row_wise
 from tests.deepspeed_c.engine.test_families_in_blocks import DECODERS, make
-from tests.deepspeed_c.inference.v2.test_ragged_engine import process_group_of_the_engine, settings, tokens_of
+from tests.deepspeed_c.inference.v2.test_ragged_engine import settings, tokens_of
 from tests.ranks import on_ranks
 
-__all__ = ["process_group_of_the_engine"]
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 transformers = pytest.importorskip("transformers")
 

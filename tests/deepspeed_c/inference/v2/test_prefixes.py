@@ -17,12 +17,11 @@ from tests.deepspeed_c.inference.v2.test_ragged_engine import (
     assert_near,
     blocks_of,
     engine_of,
-    process_group_of_the_engine,
     tokens_of,
 )
 from tests.ranks import on_ranks
 
-__all__ = ["process_group_of_the_engine"]
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 transformers = pytest.importorskip("transformers")
 
