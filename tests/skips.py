@@ -57,6 +57,11 @@ WAYS = (
         "`pip install -c constraints.txt ml_dtypes`, and make test",
     ),
     Way(
+        "the program openssl, which makes certificates",
+        r"needs the program openssl",
+        "apt-get install openssl, and make test",
+    ),
+    Way(
         "another processor",
         r"processor does not run|processor cannot flush",
         "make test, on one that has the instructions (avx512: x86-64-v4); make -C csrc neon-check for neon, with an emulator",

@@ -16,7 +16,7 @@ from deepspeed_c.mii.constants import GenerationFinishReason
 from deepspeed_c.mii.data import Response
 from deepspeed_c.mii.tokenizers import MIITokenizerWrapper, load_tokenizer
 from deepspeed_c.ops.sample import Rules
-from deepspeed_c.serving import AnswerEvent, RequestLoop, SamplingParams, ServedRequest
+from deepspeed_c.serving import AnswerEvent, CheckedPrompt, RequestLoop, SamplingParams, ServedRequest
 from deepspeed_c.serving.tokenizer import end_tokens
 
 __all__ = ["Generator", "Wish"]
@@ -28,8 +28,7 @@ class Wish(NamedTuple):
     """A prompt that is ready to be sent."""
 
     prompt: str
-    tokens: list[int]
-    params: SamplingParams
+    checked: CheckedPrompt
     is_streamed: bool
     has_prompt: bool
     """Whether the text begins with the prompt."""
@@ -96,14 +95,13 @@ class Generator:
             stop=tuple(wish.stop),
             continues=wish.return_full_text,
         )
-        self.loop.check(tokens, params)
-        return Wish(prompt, tokens, params, wish.stream, wish.return_full_text)
+        return Wish(prompt, self.loop.check(tokens, params), wish.stream, wish.return_full_text)
 
     def begin(self, wish: Wish, give: Callable[[Response | Exception], None]) -> ServedRequest:
         """Sends a request. ``give`` gets its pieces, the last one with a reason, or its error; called from the thread
         that owns the engine."""
         pieces: list[str] = [wish.prompt] if wish.has_prompt else []
-        n_prompt, n_new = len(wish.tokens), 0
+        n_prompt, n_new = len(wish.checked.tokens), 0
 
         def take(event: AnswerEvent) -> None:
             nonlocal n_new
@@ -119,7 +117,7 @@ class Generator:
             pieces.clear()
             give(Response(text, n_prompt, n_new, reason))
 
-        return self.loop.submit(wish.tokens, wish.params, take)
+        return self.loop.submit(wish.checked, take)
 
     def destroy(self) -> None:
         """Ends the engine."""

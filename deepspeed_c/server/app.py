@@ -40,8 +40,8 @@ from deepspeed_c.server.metrics import Metrics
 from deepspeed_c.server.model import ServedModel
 from deepspeed_c.server.replies import Reply, ReplyWriter, TokenNames
 from deepspeed_c.server.sending import EventStream, JsonResponse, read_body, refusal, until_gone
-from deepspeed_c.server.structured import TokenGrammar, grammar_of, grammar_of_tools
-from deepspeed_c.server.tools import parser_of
+from deepspeed_c.server.structured import TokenGrammar, grammar_of, grammar_of_tools, make_tables
+from deepspeed_c.server.tools import hidden_tag, parser_of
 from deepspeed_c.serving import SamplingParams
 from deepspeed_c.serving.sampling import Grammar
 
@@ -64,8 +64,12 @@ _CLIENT_GONE = 499  # nginx's number; nobody reads it
 
 
 def make_app(model: ServedModel, settings: ServerSettings) -> FastAPI:
-    """The application for a model that has been started. ``app.state.gate`` counts its requests."""
+    """The application for a model that has been started. ``app.state.gate`` counts its requests.
+
+    Tables for forms of answers are made here, so that no request waits for them.
+    """
     server = _Server(model, settings)
+    make_tables(model.tokenizer, server.bounds.n_words, server.bounds.ends)
     app = FastAPI(title="deepspeed_c", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gate = server.gate
     _add_routes(app, server)
@@ -104,6 +108,8 @@ class _Prepared(NamedTuple):
     writer: ReplyWriter
     form: TokenGrammar | None
     """Of each answer; None: any text."""
+    shown: tuple[tuple[int, str], ...] = ()
+    """Special tokens whose text is part of answers."""
 
 
 class _Server:
@@ -118,6 +124,7 @@ class _Server:
             ends=model.ends,
             max_n=settings.max_n,
             max_logprobs=settings.max_logprobs,
+            rules=settings.rules,
         )
         self.keys = ApiKeys(settings.keys)
         self.gate = Gate(settings)
@@ -174,7 +181,8 @@ class _Server:
             writer = ChatWriter(
                 self._head("chatcmpl", wish.sampling), wish, self.token_names, self.settings.response_role, parser
             )
-            return _Prepared([self.model.encode(text, special=wish.special)], writer, of_tools or form)
+            shown = () if parser is None else hidden_tag(parser, tokenizer)
+            return _Prepared([self.model.encode(text, special=wish.special)], writer, of_tools or form, shown)
 
         fields = ("messages", "max_completion_tokens")
         return await self._answer(request, wish.sampling, 1, prepare, fields, continues=wish.continue_final_message)
@@ -268,8 +276,8 @@ class _Server:
                 generation.close()
 
         try:
-            prompts, writer, form = await asyncio.to_thread(prepare)
-            params = wish.params(self._n_new(prompts, wish, fields), continues=continues)
+            prompts, writer, form, shown = await asyncio.to_thread(prepare)
+            params = wish.params(self._n_new(prompts, wish, fields), shown, continues=continues)
             forms = [] if form is None else [form.copy() for _ in range(wish.n * n_prompts)]
             if self.settings.logs_requests:
                 texts = [self.model.decode(prompt, special=True) for prompt in prompts]

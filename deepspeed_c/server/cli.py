@@ -21,8 +21,12 @@ from deepspeed_c.config.ragged import RaggedInferenceEngineConfig
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.inject.folder import config_of
+from deepspeed_c.logging import logger
+from deepspeed_c.ops.sample import Rules
+from deepspeed_c.quantity import parse_bytes
+from deepspeed_c.server.defaults import default_rules
 from deepspeed_c.server.limits import ServerSettings
-from deepspeed_c.server.listen import HttpServer, Listening, bind
+from deepspeed_c.server.listen import HttpServer, Listening, bind, check_tls
 from deepspeed_c.server.model import ServedModel
 
 __all__ = ["add_cors", "main"]
@@ -59,14 +63,20 @@ def main(argv: Sequence[str]) -> int:
         os.execv(sys.executable, [sys.executable, *launcher, "--module", "deepspeed_c", "serve", *argv])
     name = settings.names[0] if settings.names else options.folder
     listening = Listening(options.host, options.port, options.drain_timeout, options.ssl_keyfile, options.ssl_certfile)
+    check_tls(listening)
     if env.rank != 0:
-        return _follow(ServedModel.load(options.folder, name, _engine_config(options, length), options.tokenizer))
+        return _follow(_load(options, name, length))
     with bind(listening) as sock:
-        model = ServedModel.load(options.folder, name, _engine_config(options, length), options.tokenizer)
+        model = _load(options, name, length)
         model.start()
         asyncio.run(HttpServer(model, settings, listening).serve([sock]))
     _end(model)
     return 0
+
+
+def _load(options: argparse.Namespace, name: str, length: int) -> ServedModel:
+    n_bytes = _cache_bytes(options)
+    return ServedModel.load(options.folder, name, _engine_config(options, length), options.tokenizer, n_bytes)
 
 
 def _follow(model: ServedModel) -> int:
@@ -108,9 +118,18 @@ def _settings(options: argparse.Namespace) -> ServerSettings:
         stall_s=options.stall_timeout,
         chat_template=_template(options.chat_template),
         response_role=options.response_role,
+        rules=_rules(options),
         logs_requests=options.enable_log_requests,
         cors=cors if origins else (),
     )
+
+
+def _rules(options: argparse.Namespace) -> Rules:
+    found = default_rules(options.generation_config, options.folder)
+    if found != Rules():
+        text = ", ".join(f"{name} {value:g}" for name, value in found._asdict().items())
+        logger.info("defaults of requests, by --generation-config %s: %s", options.generation_config, text)
+    return found
 
 
 def _keys_of(file: str | None) -> list[str]:
@@ -176,8 +195,17 @@ def _check(options: argparse.Namespace, world_size: int) -> None:
             where="--tensor-parallel-size",
             fix=f"write {world_size}",
         )
+    _cache_bytes(options)
     if bool(options.ssl_keyfile) != bool(options.ssl_certfile):
         raise ConfigError("one of the two files is missing", where="--ssl-keyfile, --ssl-certfile", fix="name both")
+
+
+def _cache_bytes(options: argparse.Namespace) -> int | None:
+    """Bytes of the keys and values of a rank."""
+    text, option = options.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    if text is not None and options.num_gpu_blocks_override is not None:
+        raise ConfigError("both are given", where=f"{option}, --num-gpu-blocks-override", fix="leave one of them out")
+    return None if text is None else parse_bytes(text, option)
 
 
 def _engine_config(options: argparse.Namespace, length: int) -> RaggedInferenceEngineConfig:
@@ -224,7 +252,13 @@ def _parser() -> argparse.ArgumentParser:
                         help="find prompts that begin alike in the memory; default: yes")  # fmt: skip
     engine.add_argument("--num-gpu-blocks-override", type=int, metavar="N",
                         help="blocks of 16 tokens, on a CPU too; default: the free memory, without 1 GB")  # fmt: skip
+    engine.add_argument("--kv-cache-memory-bytes", metavar="SIZE",
+                        help="of keys and values in a rank, such as 4GiB; "
+                        "default: the free memory, without 1 GB")  # fmt: skip
     engine.add_argument("--deterministic", action="store_true", help="an answer has the same bits beside any others")
+    parser.add_argument("--generation-config", default="auto", metavar="auto|vllm|DIR",
+                        help="generation_config.json with defaults of requests: of MODEL_DIR, none, or of a folder; "
+                        "default %(default)s")  # fmt: skip
     chats = parser.add_argument_group("chats")
     chats.add_argument("--chat-template", metavar="FILE", help="file, or text, of a template; default: the tokenizer's")
     chats.add_argument("--response-role", default="assistant", metavar="ROLE", help="of answers; default %(default)s")

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         if value:
             raise ConfigError("other processes with the model are not asked", where=flag, fix=fix)
-    words = [options.model]
+    words = [options.model, "--generation-config", "vllm"]  # MII's server has defaults of its own
     for name, flag in _OF_MII.items():
         if (value := getattr(options, name)) is not None:
             words += [flag, str(value)]

@@ -28,6 +28,7 @@ __all__ = [
     "decode_body",
     "read_chat",
     "read_completion",
+    "read_rules",
     "read_texts",
     "read_tokens",
 ]
@@ -37,6 +38,7 @@ _SHOWN_CHARACTERS = 60
 # Samples of a request have seeds behind one another, below 2^62.
 _SEEDS = 1 << 61
 _LARGEST_COUNT = 2**31 - 1
+_NO_RULES = Rules()
 _DEFAULT_TOKENS = 16  # of a completion, in OpenAI's API
 
 # Field -> values that ask for nothing. Others are refused with the text below.
@@ -103,6 +105,8 @@ class Bounds:
     """Stop strings."""
     max_stop_characters: int = 1024
     """Length of a stop string."""
+    rules: Rules = _NO_RULES
+    """Of requests that do not give their own."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ class SamplingFields:
     structure: Mapping[str, Any] = field(default_factory=dict)
     """Fields about the form of an answer, as they are written: ``response_format``, ``guided_json`` and so on."""
 
-    def params(self, n_new: int, *, continues: bool) -> SamplingParams:
+    def params(self, n_new: int, shown: tuple[tuple[int, str], ...], *, continues: bool) -> SamplingParams:
         """The wishes for the loop. n_new: most new tokens."""
         return SamplingParams(
             n_new=n_new,
@@ -143,6 +147,7 @@ class SamplingFields:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             n_top=self.n_top,
+            shown=shown,
             continues=continues,
         )
 
@@ -302,6 +307,14 @@ def read_tokens(body: dict[str, Any], bounds: Bounds) -> TokenList:
     return found
 
 
+def read_rules(values: dict[str, Any]) -> Rules:
+    """The rules that some fields give, and no others. Raises RequestRefused for a wrong field."""
+    fields = _BodyFields(values)
+    found = _rules(fields, _NO_RULES)
+    fields.refuse_rest()
+    return found
+
+
 class _BodyFields:
     """The fields of a body. A field that is null is one that is not there."""
 
@@ -375,7 +388,6 @@ def _sampling(
     fields: _BodyFields, bounds: Bounds, max_tokens: int | None, n_top: int | None, default: int | None = None
 ) -> SamplingFields:
     n_words = bounds.n_words
-    top_k = fields.integer("top_k", 0, -1, _LARGEST_COUNT)
     options = fields.take("stream_options", (dict,), "an object")
     stream = fields.flag("stream", False)
     if options is not None and not stream:
@@ -392,13 +404,7 @@ def _sampling(
     seed = fields.integer("seed", None, -(2**63), 2**64 - 1)
     found = SamplingFields(
         model=fields.string("model") or "",
-        rules=Rules(
-            temperature=fields.number("temperature", 1.0, 0, 2),
-            top_k=max(top_k, 0),
-            top_p=fields.number("top_p", 1.0, 0, 1, is_open=True),
-            min_p=fields.number("min_p", 0.0, 0, 1),
-            repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
-        ),
+        rules=_rules(fields, bounds.rules),
         seed=secrets.randbelow(_SEEDS) if seed is None else seed % _SEEDS,
         n=fields.integer("n", 1, 1, bounds.max_n),
         max_tokens=max_tokens,
@@ -424,6 +430,16 @@ def _sampling(
     of_stream.flag("include_obfuscation", False)
     of_stream.refuse_rest()
     return found
+
+
+def _rules(fields: _BodyFields, default: Rules) -> Rules:
+    return Rules(
+        temperature=fields.number("temperature", default.temperature, 0, 2),
+        top_k=max(fields.integer("top_k", default.top_k, -1, _LARGEST_COUNT), 0),
+        top_p=fields.number("top_p", default.top_p, 0, 1, is_open=True),
+        min_p=fields.number("min_p", default.min_p, 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", default.repetition_penalty, 0.01, 100),
+    )
 
 
 def _prompts(fields: _BodyFields, bounds: Bounds) -> tuple[str | tuple[int, ...], ...]:

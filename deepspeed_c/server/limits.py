@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from deepspeed_c.ops.sample import Rules
 from deepspeed_c.server.errors import RequestRefused
 
 __all__ = ["ApiKeys", "Gate", "ServerSettings"]
 
 _MEBIBYTE = 1 << 20
+_NO_RULES = Rules()
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class ServerSettings:
     chat_template: str | None = None
     """In place of the tokenizer's own."""
     response_role: str = "assistant"
+    rules: Rules = _NO_RULES
+    """Of requests that do not give their own."""
     logs_requests: bool = False
     """Whether prompts and fields are logged."""
     cors: tuple[tuple[str, tuple[str, ...] | bool], ...] = ()

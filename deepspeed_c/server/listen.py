@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from deepspeed_c.server.app import make_app
 from deepspeed_c.server.limits import ServerSettings
 from deepspeed_c.server.model import ServedModel
 
-__all__ = ["HttpServer", "Listening", "bind"]
+__all__ = ["HttpServer", "Listening", "bind", "check_tls"]
 
 # Open connections get this time to send what they have, after all requests have ended.
 _LAST_BYTES_S = 5
@@ -57,6 +58,26 @@ def bind(listening: Listening) -> socket.socket:
             f"cannot listen there: {error}", where=f"--host {host} --port {port}", fix="name an address that is free"
         ) from error
     return found
+
+
+def check_tls(listening: Listening) -> None:
+    """Raises ConfigError for files of TLS that uvicorn would refuse when the model has been loaded, or whose password
+    it would ask a terminal for."""
+    if listening.certfile is None:
+        return
+    where = f"--ssl-keyfile {listening.keyfile} --ssl-certfile {listening.certfile}"
+
+    def no_password() -> str:
+        raise ConfigError("the key has a password", where=where, fix="write the key without one: openssl pkey")
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(listening.certfile, listening.keyfile, no_password)
+    except OSError as error:  # ssl.SSLError too
+        raise ConfigError(
+            f"the files of TLS cannot be used: {error}",
+            where=where,
+            fix="name a key and its certificate, both in PEM",
+        ) from error
 
 
 class _Protocol(H11Protocol):

@@ -17,7 +17,7 @@ from deepspeed_c.config.ragged import RaggedInferenceEngineConfig
 from deepspeed_c.errors import StateError
 from deepspeed_c.inference.v2 import InferenceEngineV2, build_hf_engine
 from deepspeed_c.logging import logger
-from deepspeed_c.serving import AnswerEvent, RequestLoop, SamplingParams, ServedRequest
+from deepspeed_c.serving import AnswerEvent, CheckedPrompt, RequestLoop, SamplingParams, ServedRequest
 from deepspeed_c.serving.tokenizer import end_tokens, read_tokenizer
 
 __all__ = ["AnswerStream", "Counts", "ServedModel"]
@@ -76,13 +76,21 @@ class ServedModel:
         )
 
     @classmethod
-    def load(cls, folder: str, name: str, config: RaggedInferenceEngineConfig, tokenizer: str = "") -> ServedModel:
-        """The model of a Hugging Face folder. tokenizer: a folder; "": that of the model.
+    def load(
+        cls,
+        folder: str,
+        name: str,
+        config: RaggedInferenceEngineConfig,
+        tokenizer: str = "",
+        kv_cache_memory_bytes: int | None = None,
+    ) -> ServedModel:
+        """The model of a Hugging Face folder. tokenizer: a folder; "": that of the model. kv_cache_memory_bytes: of
+        keys and values; None: as ``config`` says.
 
         Raises as ``build_hf_engine``, and ModelError for a folder without a tokenizer.
         """
         words = read_tokenizer(tokenizer or folder)
-        return cls(build_hf_engine(folder, config), words, name)
+        return cls(build_hf_engine(folder, config, kv_cache_memory_bytes=kv_cache_memory_bytes), words, name)
 
     def start(self) -> None:
         """Begins the thread."""
@@ -123,20 +131,18 @@ class ServedModel:
         """The text of tokens. special: with the text of special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=not special)
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raises ModelError for a wrong prompt or bias, SchedulingError for a request that can never fit."""
-        self.loop.check(prompt, params)
-
     def answer(self, prompt: Sequence[int], params: SamplingParams, *, n: int = 1, salt: str = "") -> AnswerStream:
         """Begins ``n`` samples of a prompt; sample i has the seed of ``params`` plus i. Samples after the first one
         begin when it has its first token, and find the prompt in the memory then. salt: prompts are found under the
         same salt alone.
 
-        Called from an event loop. Raises as ``check``, and StateError where the engine has ended.
+        Called from an event loop. Raises as ``RequestLoop.check``, and StateError where the engine has ended.
         """
-        self.check(prompt, params)
-        wishes = [dataclasses.replace(params, seed=(params.seed + i) % _SEEDS) for i in range(n)]
-        return AnswerStream(self, list(prompt), wishes, salt)
+        prompts = [self.loop.check(prompt, params)]
+        for i in range(1, n):
+            own = dataclasses.replace(params, seed=(params.seed + i) % _SEEDS)
+            prompts.append(prompts[0]._replace(params=own))
+        return AnswerStream(self, prompts, salt)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Ends the engine when its requests have ended, at the latest after ``drain_s`` seconds; requests that run
@@ -173,13 +179,15 @@ class ServedModel:
 class AnswerStream:
     """The samples of one prompt, as they are written: an asynchronous iterator of (sample, AnswerEvent).
 
+    prompts: one for each sample, with the same tokens.
+
     The last event of a sample has a reason. An event with an error is the last one of all.
     """
 
-    def __init__(self, model: ServedModel, prompt: list[int], wishes: Sequence[SamplingParams], salt: str) -> None:
-        self._model, self._prompt, self._salt = model, prompt, salt
-        self._waiting = deque(enumerate(wishes))
-        self._n_open = len(wishes)
+    def __init__(self, model: ServedModel, prompts: Sequence[CheckedPrompt], salt: str) -> None:
+        self._model, self._n_prompt, self._salt = model, len(prompts[0].tokens), salt
+        self._waiting = deque(enumerate(prompts))
+        self._n_open = len(prompts)
         self._loop = asyncio.get_running_loop()
         self._events: deque[tuple[int, AnswerEvent]] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -219,11 +227,9 @@ class AnswerStream:
             with self._lock:
                 if self._is_ended:
                     return
-                sample, wish = self._waiting.popleft()
+                sample, prompt = self._waiting.popleft()
                 self.requests.append(
-                    self._model.loop.submit(
-                        self._prompt, wish, lambda event, sample=sample: self._take(sample, event), self._salt
-                    )
+                    self._model.loop.submit(prompt, lambda event, sample=sample: self._take(sample, event), self._salt)
                 )
 
     def _take(self, sample: int, event: AnswerEvent) -> None:
@@ -234,7 +240,7 @@ class AnswerStream:
             with self._lock:  # the sample is in the list
                 request = self.requests[sample]
             is_first = request.n_new == 1
-            self._model.count(len(self._prompt) if is_first else 0, request.n_found if is_first else 0, 1)
+            self._model.count(self._n_prompt if is_first else 0, request.n_found if is_first else 0, 1)
         if len(self._events) >= _MOST_EVENTS:
             event = AnswerEvent(
                 error=StateError(

@@ -17,7 +17,7 @@ from deepspeed_c.errors import ModelError
 from deepspeed_c.server.errors import RequestRefused
 from deepspeed_c.server.tools import ToolParser, chosen_functions
 
-__all__ = ["TokenGrammar", "grammar_of", "grammar_of_tools"]
+__all__ = ["TokenGrammar", "grammar_of", "grammar_of_tools", "make_tables"]
 
 _SHOWN_CHARACTERS = 300
 # Models that lose their way write spaces without end where JSON allows it. So many are enough for lines and their
@@ -130,6 +130,19 @@ def grammar_of_tools(
     limited = [each._replace(parameters={**each.parameters, "x-guidance": _JSON_OPTIONS}) for each in functions]
     source = parser.lark(limited, tokenizer, is_parallel=is_parallel)
     return _compile(_package("tools").LLMatcher.grammar_from_lark(source), "tools", tokenizer, n_words, ends)
+
+
+def make_tables(tokenizer: Any, n_words: int, ends: Iterable[int]) -> bool:
+    """Makes llguidance's tables of a tokenizer, which the first form of a process would wait for. Returns whether
+    answers can be given a form: llguidance is installed, and the tokenizer is fast and has an end.
+
+    Arguments: as of ``grammar_of``.
+    """
+    try:
+        _words(tokenizer, n_words, frozenset(ends))
+    except (ImportError, ValueError):
+        return False
+    return True
 
 
 def _forms_of(response_format: Any, structured: Mapping[str, Any]) -> Iterable[tuple[str, str, Any]]:

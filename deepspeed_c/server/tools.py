@@ -15,7 +15,15 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from deepspeed_c.server.errors import RequestRefused
 
-__all__ = ["AnswerPiece", "ToolFunction", "ToolParser", "chosen_functions", "parser_of", "read_functions"]
+__all__ = [
+    "AnswerPiece",
+    "ToolFunction",
+    "ToolParser",
+    "chosen_functions",
+    "hidden_tag",
+    "parser_of",
+    "read_functions",
+]
 
 _SPACE = " \t\r\n"
 # Characters of JSON outside strings: punctuation, numbers, and the letters of true, false and null.
@@ -48,6 +56,9 @@ class AnswerPiece(NamedTuple):
 
 class ToolParser(Protocol):
     """Reads one answer."""
+
+    tag: ClassVar[str]
+    """Comes before calls."""
 
     def add(self, text: str) -> list[AnswerPiece]:
         """The pieces that ``text`` completes. Text that may become a call is held back."""
@@ -146,6 +157,15 @@ def parser_of(template: str) -> type[ToolParser]:
     return found
 
 
+def hidden_tag(parser: type[ToolParser], tokenizer: Any) -> tuple[tuple[int, str], ...]:
+    """(token, text) of the tag of a form if it is a special token, which decoding hides; else empty. The answer shows
+    it then, because without it text before calls reads like text that has no call."""
+    token = tokenizer.convert_tokens_to_ids(parser.tag)
+    if token is None or tokenizer.convert_ids_to_tokens(token) != parser.tag:
+        return ()
+    return () if tokenizer.decode([token], skip_special_tokens=True) else ((token, parser.tag),)
+
+
 class _JsonEnd:
     """Finds the end of an object or a list of JSON, character by character."""
 
@@ -191,7 +211,7 @@ class _ParserOfForm:
     first: ClassVar[str] = "{"
     """The first character of the value."""
     may_lack_tag: ClassVar[bool] = False
-    """Whether an answer may begin with the value: the tag is a special token, and text does not show those."""
+    """Whether an answer may begin with the value."""
     separators: ClassVar[str] = ""
     """Characters between two values without a tag."""
     keys: ClassVar[tuple[str, ...]] = ("arguments",)
@@ -369,7 +389,7 @@ class Llama3ToolParser(_ParserOfForm):
 class MistralToolParser(_ParserOfForm):
     """``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``: Mistral, up to the tokenizers of version 7."""
 
-    tag, first, may_lack_tag = "[TOOL_CALLS]", "[", True
+    tag, first = "[TOOL_CALLS]", "["
 
     @classmethod
     def calls_of(cls, value: Any) -> list[Any]:

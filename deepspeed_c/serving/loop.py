@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -26,9 +27,9 @@ from deepspeed_c.ops import sample
 from deepspeed_c.ops.kv import BLOCK_TOKENS
 from deepspeed_c.serving.ranks import SILENCE_S, RanksOfSteps, StepOfRanks
 from deepspeed_c.serving.sampling import FinishReason, SamplingParams
-from deepspeed_c.serving.text import StopStrings, TextStream
+from deepspeed_c.serving.text import StopStrings, TextStream, decode_shown
 
-__all__ = ["AnswerEvent", "RequestLoop", "ServedRequest"]
+__all__ = ["AnswerEvent", "CheckedPrompt", "RequestLoop", "ServedRequest"]
 
 
 _T = TypeVar("_T")
@@ -48,6 +49,13 @@ class AnswerEvent(NamedTuple):
     error: Exception | None = None
 
 
+class CheckedPrompt(NamedTuple):
+    """A request that the engine can meet, as ``RequestLoop.check`` has found. Another seed leaves it so."""
+
+    tokens: list[int]
+    params: SamplingParams
+
+
 class ServedRequest:
     """One prompt and its answer.
 
@@ -56,13 +64,13 @@ class ServedRequest:
 
     def __init__(
         self,
-        prompt: Sequence[int],
-        params: SamplingParams,
+        prompt: CheckedPrompt,
         sink: Callable[[AnswerEvent], None],
         decode: Callable[[list[int]], str],
         salt: str,
     ) -> None:
-        self.tokens, self.n_prompt = list(prompt), len(prompt)
+        tokens, params = prompt
+        self.tokens, self.n_prompt = [*tokens], len(tokens)
         """The prompt, and the new tokens."""
         self.params, self.salt, self.sink = params, salt, sink
         self.number = -1
@@ -73,7 +81,9 @@ class ServedRequest:
         self.begun_s: float | None = None
         """The time of its first step, by ``time.monotonic``."""
         self._counts: dict[int, int] = {}
-        self._text = TextStream(decode, prompt if params.continues else ())
+        if params.shown:
+            decode = functools.partial(decode_shown, decode, dict(params.shown))
+        self._text = TextStream(decode, tokens if params.continues else ())
         self._stop = StopStrings(params.stop)
 
     @property
@@ -175,16 +185,13 @@ class RequestLoop:
         """Requests that have given their blocks back and are computed again, since the start."""
         return self._schedule.n_put_back
 
-    def submit(
-        self, prompt: Sequence[int], params: SamplingParams, sink: Callable[[AnswerEvent], None], salt: str = ""
-    ) -> ServedRequest:
-        """Begins a request; any thread may call it. salt: prefixes are found under the same salt alone.
+    def submit(self, prompt: CheckedPrompt, sink: Callable[[AnswerEvent], None], salt: str = "") -> ServedRequest:
+        """Begins a request that ``check`` has returned; any thread may call it. salt: prefixes are found under the same
+        salt alone.
 
-        Raises ModelError for an empty prompt and for tokens that the model does not have, SchedulingError for a request
-        that can never fit, StateError after the end.
+        Raises StateError after the end.
         """
-        self.check(prompt, params)
-        request = ServedRequest(prompt, params, sink, self._decode, salt)
+        request = ServedRequest(prompt, sink, self._decode, salt)
         self._tell(("add", request))
         return request
 
@@ -237,9 +244,13 @@ class RequestLoop:
         """The text of rank 0, on all ranks, which all call it between runs."""
         return self._ranks.share_text(text)
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raises the errors of ``submit`` about the request itself."""
-        where, n = "submit", len(prompt) + params.n_new
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> CheckedPrompt:
+        """The request that ``submit`` takes.
+
+        Raises ModelError for an empty prompt and for tokens that the model does not have, SchedulingError for a request
+        that can never fit.
+        """
+        where, n = "request", len(prompt) + params.n_new
         if not prompt or params.n_new < 1:
             raise ModelError(
                 f"the prompt has {len(prompt)} tokens, and {params.n_new} are asked for",
@@ -270,6 +281,7 @@ class RequestLoop:
                 where=where,
                 fix="shorten the prompt, ask for fewer tokens, or give memory_config more",
             )
+        return CheckedPrompt([*prompt], params)
 
     def _tell(self, message: tuple[str, ServedRequest | None]) -> None:
         with self._lock:

@@ -59,5 +59,7 @@ class SamplingParams:
     n_top: int | None = None
     """Events have the log-probability of their token, and of so many most probable ones. None: they have none."""
     grammar: Grammar | None = None
+    shown: tuple[tuple[int, str], ...] = ()
+    """(token, text) of special tokens that decoding hides, and whose text is part of this answer."""
     continues: bool = False
     """New tokens are decoded behind the prompt. False: as a text of their own, which may lack a space in front."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["StopStrings", "TextStream"]
+__all__ = ["StopStrings", "TextStream", "decode_shown"]
 
 _HALF = "\N{REPLACEMENT CHARACTER}"  # how tokenizers write bytes that are no whole character
 # Tokens of a context that the decoder of a tokenizer looks at: spaces depend on the neighbour.
@@ -50,6 +50,16 @@ class TextStream:
             return "", ""
         before = self._tokens[: self._n_written]
         return self._decode(before) if before else "", self._decode(self._tokens)
+
+
+def decode_shown(decode: Callable[[list[int]], str], shown: Mapping[int, str], tokens: Sequence[int]) -> str:
+    """The text of tokens, where ``decode`` hides some of them that are to be seen. shown: their texts."""
+    parts, begin = [], 0
+    for i, token in enumerate(tokens):
+        if token in shown:
+            parts += [decode([*tokens[begin:i]]) if begin < i else "", shown[token]]
+            begin = i + 1
+    return "".join(parts) + (decode([*tokens[begin:]]) if begin < len(tokens) else "")
 
 
 class StopStrings:

@@ -20,7 +20,7 @@ from deepspeed_c import _C, kv
 from deepspeed_c.accelerator import Accelerator
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.config.ragged import AllocationMode, RaggedInferenceEngineConfig
-from deepspeed_c.errors import DeepSpeedCError, FeatureError, ModelError, StateError
+from deepspeed_c.errors import ConfigError, DeepSpeedCError, FeatureError, ModelError, StateError
 from deepspeed_c.inference.engine import InferenceEngine
 from deepspeed_c.inference.limits import positions_of
 from deepspeed_c.inference.v2.batch import RaggedBatchWrapper
@@ -30,6 +30,7 @@ from deepspeed_c.inference.v2.state import DSSequenceDescriptor, DSStateManager,
 from deepspeed_c.inject.few_rows import few_row_products
 from deepspeed_c.kv.group import NeedsOwnCache, blocks_of
 from deepspeed_c.logging import log_dist
+from deepspeed_c.ops.kv import BLOCK_TOKENS
 from deepspeed_c.threads import one_torch_thread
 from deepspeed_c.weights.configs import save_configs
 
@@ -70,12 +71,18 @@ class InferenceEngineV2:
     Args:
         policy: the engine of ``init_inference`` around a model of transformers that generates.
         engine_config: limits and memory.
+        kv_cache_memory_bytes: for keys and values on this rank, in place of ``memory_config``.
 
     Raises FeatureError for a family whose tokens cannot lie behind one another, StateError where the memory has no room
-    for one sequence.
+    for one sequence, ConfigError for bytes that have no room for one of ``max_context`` tokens, or that are not free.
     """
 
-    def __init__(self, policy: InferenceEngine, engine_config: RaggedInferenceEngineConfig) -> None:
+    def __init__(
+        self,
+        policy: InferenceEngine,
+        engine_config: RaggedInferenceEngineConfig,
+        kv_cache_memory_bytes: int | None = None,
+    ) -> None:
         self._host, self._config = policy, engine_config
         self._module = policy.module
         limit = positions_of(self._module)[1]
@@ -97,9 +104,9 @@ class InferenceEngineV2:
             n_bytes = self._try_out(takes)
             if engine_config.deterministic:
                 self._compare_bits()
-            cache = kv.ragged.RaggedCache(
-                self._module.config, self._n_blocks(n_bytes), finds_prefixes=manager.enable_prefix_caching
-            )
+            given = kv_cache_memory_bytes
+            n_blocks = self._n_blocks(n_bytes) if given is None else self._n_blocks_in(given, n_bytes)
+            cache = kv.ragged.RaggedCache(self._module.config, n_blocks, finds_prefixes=manager.enable_prefix_caching)
         except BaseException:
             self._undo.close()
             raise
@@ -378,8 +385,7 @@ class InferenceEngineV2:
         memory, manager = self._config.state_manager.memory_config, self._config.state_manager
         if AllocationMode(memory.mode) is AllocationMode.ALLOCATE:
             return memory.size
-        host = Accelerator("cpu")  # blocks of a model in host memory, also on a machine with an accelerator
-        n_free = (host.available_memory() - memory.size) // host.device_count()
+        n_free = _free_bytes(memory.size)
         n_blocks = min(Collectives().gather_numbers(max(n_free // block_bytes, 0)))
         if n_blocks < 1:
             raise StateError(
@@ -389,3 +395,31 @@ class InferenceEngineV2:
                 fix="reserve less, or free memory",
             )
         return int(min(n_blocks, manager.max_tracked_sequences * blocks_of(self._max_context)))
+
+    def _n_blocks_in(self, n_bytes: int, block_bytes: int) -> int:
+        """The blocks of each group in so many bytes of each rank, the same on all ranks. Raises ConfigError."""
+        manager, where = self._config.state_manager, "kv_cache_memory_bytes"
+        comm = Collectives()
+        n_free = int(min(comm.gather_numbers(_free_bytes())))
+        if n_bytes > n_free:
+            raise ConfigError(
+                f"{n_bytes} bytes are asked for, and {n_free} are free for each rank",
+                where=where,
+                fix=f"write {n_free} or less, or free memory",
+            )
+        block_bytes = int(max(comm.gather_numbers(block_bytes)))
+        n_blocks, n_least = n_bytes // block_bytes, max(blocks_of(self._max_context - 1), 1)  # the last has no keys
+        if n_blocks < n_least:
+            raise ConfigError(
+                f"{n_bytes} bytes have room for {n_blocks * BLOCK_TOKENS} tokens, and one sequence has up to"
+                f" {self._max_context}, with keys and values of {n_least * block_bytes} bytes",
+                where=where,
+                fix=f"write {n_least * block_bytes} or more, or make sequences shorter (max_context, --max-model-len)",
+            )
+        return min(n_blocks, manager.max_tracked_sequences * blocks_of(self._max_context))
+
+
+def _free_bytes(reserved: int = 0) -> int:
+    """Free bytes for each rank of this host, after some that stay free."""
+    host = Accelerator("cpu")  # blocks of a model in host memory, also on a machine with an accelerator
+    return (host.available_memory() - reserved) // host.device_count()

@@ -23,13 +23,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def build_hf_engine(
-    path: str, engine_config: RaggedInferenceEngineConfig, debug_level: int = logging.INFO
+    path: str,
+    engine_config: RaggedInferenceEngineConfig,
+    debug_level: int = logging.INFO,
+    *,
+    kv_cache_memory_bytes: int | None = None,
 ) -> InferenceEngineV2:
     """An engine for the model in the Hugging Face folder ``path``, or in one that ``serialize`` wrote, in the dtype of
-    its configuration.
+    its configuration. kv_cache_memory_bytes: of ``InferenceEngineV2``.
 
-    Raises ConfigError and ModelError for a folder without a model, FeatureError for a family whose tokens cannot lie
-    behind one another.
+    Raises ConfigError and ModelError for a folder without a model, and otherwise as ``InferenceEngineV2``.
     """
     set_level(debug_level)
     folder, where = Path(path), "build_hf_engine"
@@ -48,7 +51,7 @@ def build_hf_engine(
         replace_with_kernel_inject=True,
     )
     try:
-        return InferenceEngineV2(host, engine_config)
+        return InferenceEngineV2(host, engine_config, kv_cache_memory_bytes)
     except BaseException:
         host.destroy()
         raise

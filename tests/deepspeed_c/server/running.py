@@ -34,8 +34,10 @@ def engine_config(**manager: Any) -> RaggedInferenceEngineConfig:
 
 
 @contextlib.contextmanager
-def served(folder: str, settings: Any = None, drain_s: float = 30.0, **manager: Any) -> Iterator[Running]:
-    """The server of a folder on a free port, until the block ends."""
+def served(
+    folder: str, settings: Any = None, drain_s: float = 30.0, tls: tuple[str, str] | None = None, **manager: Any
+) -> Iterator[Running]:
+    """The server of a folder on a free port, until the block ends. tls: files of a key and of its certificate."""
     from deepspeed_c.server.limits import ServerSettings
     from deepspeed_c.server.model import ServedModel
 
@@ -45,7 +47,7 @@ def served(folder: str, settings: Any = None, drain_s: float = 30.0, **manager: 
         asyncio.run(_one_token(model))
         # One rank needs no group any more, and no test may leave one.
         dist.destroy_process_group()
-        with listening(model, settings or ServerSettings(), drain_s) as found:
+        with listening(model, settings or ServerSettings(), drain_s, tls) as found:
             yield found
     finally:
         model.close()
@@ -62,11 +64,13 @@ async def _one_token(model: Any) -> None:
 
 
 @contextlib.contextmanager
-def listening(model: Any, settings: Any, drain_s: float = 30.0) -> Iterator[Running]:
+def listening(
+    model: Any, settings: Any, drain_s: float = 30.0, tls: tuple[str, str] | None = None
+) -> Iterator[Running]:
     """A server of a model that has been started."""
     from deepspeed_c.server.listen import HttpServer, Listening, bind
 
-    where = Listening(port=0, drain_s=drain_s)
+    where = Listening("127.0.0.1", 0, drain_s, *(tls or ()))
     http = HttpServer(model, settings, where)
     begun, loops = threading.Event(), []
 
@@ -83,7 +87,8 @@ def listening(model: Any, settings: Any, drain_s: float = 30.0) -> Iterator[Runn
         loop = loops[0]
         port = sock.getsockname()[1]
         try:
-            yield Running(model, http.config.app, http, f"http://127.0.0.1:{port}", loop.call_soon_threadsafe)
+            scheme = "http" if tls is None else "https"
+            yield Running(model, http.config.app, http, f"{scheme}://127.0.0.1:{port}", loop.call_soon_threadsafe)
         finally:
             http.should_exit = True
             waits.joined(thread)
@@ -105,11 +110,11 @@ TEMPLATE = (
 """Writes calls as Hermes' models do."""
 
 
-def chat_folder(folder: Any, template: str = TEMPLATE) -> str:
-    """A model's folder whose tokenizer has a chat template."""
+def chat_folder(folder: Any, template: str = TEMPLATE, *special: str) -> str:
+    """A model's folder whose tokenizer has a chat template. special: further special tokens."""
     from transformers import AutoTokenizer
 
-    path = model_folder(folder)
+    path = model_folder(folder, *special)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(path)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("llguidance")
 running = pytest.importorskip("tests.deepspeed_c.server.running")
+app = pytest.importorskip("deepspeed_c.server.app")
 
 MESSAGES = [{"role": "system", "content": "def main"}, {"role": "user", "content": "größer – ist 日本語 🙂"}]
 WEATHER = {
@@ -112,6 +115,91 @@ def test_a_joined_stream_is_the_whole_answer(client: Any, fields: dict[str, Any]
         }
     assert len(found) == len(whole.choices) == fields.get("n", 1)
     assert (usage.prompt_tokens, usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+
+
+def test_the_first_form_of_a_server_makes_no_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance's tables of a tokenizer take a second for 100,000 words; they are made before ``/ready``."""
+    import llguidance.hf
+
+    made, make = [], llguidance.hf.from_tokenizer
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(llguidance.hf, "from_tokenizer", count)
+    with running.served(running.chat_folder(tmp_path), max_context=800) as server:
+        assert len(made) == 1
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+            answers = [ask(found, **CASES[i]).choices[0] for i in (4, 8, 9)]
+    assert answers[0].message.tool_calls and json.loads(answers[1].message.content)["word"]
+    assert (len(made), made[0][0]) == (1, server.model.tokenizer)
+
+
+class Scripted:
+    """A form of one text: these tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.n_taken = tokens, 0
+
+    def copy(self) -> Scripted:
+        return Scripted(self.tokens)
+
+    def mask(self, logits: Any) -> None:
+        token = self.tokens[self.n_taken]
+        kept = float(logits[token])
+        logits[:] = -math.inf
+        logits[token] = kept
+
+    def accept(self, token: int) -> None:
+        self.n_taken += 1
+
+
+CALL = '[{"name": "clock", "arguments": {"a": "größer"}}]'
+SCRIPTS = [
+    (("So: ", CALL), "So: ", 1),
+    (("", CALL), None, 1),
+    (("ist 日本語 🙂\n", f" {CALL}"), "ist 日本語 🙂\n", 1),
+    (("So: ", "no call"), "So: [TOOL_CALLS]no call", 0),
+    (("So: ", CALL, "x"), "So: [TOOL_CALLS]x", 1),
+    ((CALL,), CALL, 0),
+]
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of a model whose tag of calls is a special token."""
+    template = running.TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]")
+    path = running.chat_folder(tmp_path_factory.mktemp("mistral"), template, "[TOOL_CALLS]")
+    with running.served(path, max_context=800, memory_config={"mode": "allocate", "size": 150}) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("parts", "content", "n_calls"), SCRIPTS, ids=range(len(SCRIPTS)))
+def test_text_before_a_hidden_tag_is_content(
+    mistral: Any, monkeypatch: pytest.MonkeyPatch, parts: tuple[str, ...], content: str | None, n_calls: int
+) -> None:
+    tokenizer, end = mistral.model.tokenizer, mistral.model.tokenizer.eos_token_id
+    tag = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+    assert tokenizer.decode([tag], skip_special_tokens=True) == "" and tag < mistral.model.n_words
+    tokens: list[int] = []
+    for i, part in enumerate(parts):
+        tokens += [tag] * (i > 0) + tokenizer.encode(part)
+    monkeypatch.setattr(app, "grammar_of", lambda *_: Scripted([*tokens, end]))
+    fields: dict[str, Any] = {"tools": [CLOCK], "max_completion_tokens": 200, "logprobs": True}
+    with openai.OpenAI(base_url=f"{mistral.url}/v1", api_key="none", max_retries=0) as client:
+        whole = ask(client, **fields).choices[0]
+        found, _ = joined(ask(client, stream=True, **fields))
+        plain = ask(client, max_completion_tokens=200).choices[0].message
+    calls = whole.message.tool_calls or []
+    assert (whole.message.content, len(calls)) == (content, n_calls)
+    assert all(json.loads(call.function.arguments) == {"a": "größer"} for call in calls)
+    assert whole.finish_reason == found[0]["reason"] == ("tool_calls" if n_calls else "stop")
+    assert found[0]["content"] == (content or "")
+    assert found[0]["calls"] == [(i, call.function.name, call.function.arguments) for i, call in enumerate(calls)]
+    assert len(whole.logprobs.content) == len(tokens) + 1
+    # Without tools the tag stays hidden.
+    assert (plain.content, plain.tool_calls) == ("".join(parts), None)
 
 
 def test_calls_of_tools(client: Any) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -144,12 +146,106 @@ def test_the_module_of_mii(folder: str) -> None:
         (["--chat-template", "no-such-file"], "--chat-template no-such-file"),
         (["--ssl-keyfile", "a"], "--ssl-keyfile, --ssl-certfile"),
         (["--host", "256.0.0.1"], "--host 256.0.0.1 --port 8000"),
+        (["--kv-cache-memory-bytes", "4 gigs"], "--kv-cache-memory-bytes"),
+        (["--kv-cache-memory-bytes", "-1"], "--kv-cache-memory-bytes"),
+        (
+            ["--kv-cache-memory-bytes", "4GiB", "--num-gpu-blocks-override", "9"],
+            "--kv-cache-memory-bytes, --num-gpu-blocks-override",
+        ),
+        (["--kv-cache-memory-bytes", "1kB"], "kv_cache_memory_bytes"),
+        (["--kv-cache-memory-bytes", "1e9TiB"], "kv_cache_memory_bytes"),
+        (["--generation-config", "no-such-folder"], "--generation-config no-such-folder"),
     ],
 )
+@pytest.mark.usefixtures("process_group_of_the_engine")
 def test_a_wrong_option_is_named(folder: str, words: list[str], where: str) -> None:
     with pytest.raises(ConfigError) as error:
         cli.main([folder, *words])
     assert error.value.where == where and error.value.fix
+
+
+def openssl(folder: Path, *words: str) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the program openssl")
+    waits.ran(["openssl", *words], check=True, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the key and the certificate of 127.0.0.1, another key, and a key with a password."""
+    found = tmp_path_factory.mktemp("tls")
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2")
+    name = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    openssl(found, "req", "-x509", *curve, *name, "-nodes", "-keyout", "key.pem", "-out", "cert.pem")
+    openssl(found, "req", "-x509", *curve, *name, "-nodes", "-keyout", "other.pem", "-out", "other-cert.pem")
+    openssl(found, "pkey", "-in", "key.pem", "-aes128", "-passout", "pass:secret", "-out", "locked.pem")
+    (found / "text.pem").write_text("no key\n")
+    return found
+
+
+def test_a_client_shakes_hands_by_tls(folder: str, certificates: Path) -> None:
+    tls = str(certificates / "key.pem"), str(certificates / "cert.pem")
+    trusting = httpx.Client(verify=ssl.create_default_context(cafile=tls[1]))
+    with running.served(folder, tls=tls) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=trusting) as client:
+            found = client.completions.create(**LONG)
+            streamed = [piece.choices[0].text for piece in client.completions.create(stream=True, **LONG)]
+            assert found.choices[0].text == "".join(streamed) != ""
+        context = ssl.create_default_context(cafile=str(certificates / "other-cert.pem"))
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{server.url}/ready", verify=context)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(server.url.replace("https:", "http:") + "/ready")
+
+
+@pytest.mark.parametrize(
+    ("key", "certificate", "says"),
+    [
+        ("other.pem", "cert.pem", "cannot be used.*MISMATCH"),
+        ("missing.pem", "cert.pem", "cannot be used.*No such file"),
+        ("key.pem", "missing.pem", "cannot be used.*No such file"),
+        ("text.pem", "cert.pem", "cannot be used"),
+        ("key.pem", "text.pem", "cannot be used"),
+        ("locked.pem", "cert.pem", "has a password"),
+    ],
+)
+def test_wrong_files_of_tls_end_the_start(
+    folder: str, certificates: Path, monkeypatch: pytest.MonkeyPatch, key: str, certificate: str, says: str
+) -> None:
+    monkeypatch.setattr(cli, "ServedModel", None)  # no model is loaded
+    files = [str(certificates / key), str(certificates / certificate)]
+    with pytest.raises(ConfigError, match=says) as error:
+        cli.main([folder, "--ssl-keyfile", files[0], "--ssl-certfile", files[1]])
+    assert error.value.where == f"--ssl-keyfile {files[0]} --ssl-certfile {files[1]}" and error.value.fix
+
+
+class _Loaded(Exception):
+    """Stands for a model that is loaded."""
+
+
+def test_options_reach_the_model_and_the_socket(
+    folder: str, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [str(certificates / name) for name in ("key.pem", "cert.pem")]
+    heard: list[Any] = []
+
+    def load(*args: Any) -> None:
+        raise _Loaded(*args)
+
+    def bind(listening: Any) -> Any:
+        heard.append(listening)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(cli.ServedModel, "load", load)
+    monkeypatch.setattr(cli, "bind", bind)
+    for text, n_bytes in (("1.5GiB", 3 << 29), ("4GB", 4 * 10**9), ("123456", 123456)):
+        with pytest.raises(_Loaded) as found:
+            cli.main([folder, "--kv-cache-memory-bytes", text, "--ssl-keyfile", files[0], "--ssl-certfile", files[1]])
+        assert found.value.args[-1] == n_bytes
+    assert [heard[0].keyfile, heard[0].certfile] == files
+    with pytest.raises(_Loaded) as found:
+        cli.main([folder])
+    assert (found.value.args[-1], heard[-1].certfile) == (None, None)
 
 
 def test_a_port_that_is_taken(folder: str) -> None:

@@ -447,11 +447,8 @@ def test_a_model_writes_the_form_beside_free_answers(folder: str, tokenizer: Any
     def ask(seed: int, grammar: TokenGrammar | None) -> list[Any]:
         events: list[Any] = []
         rules = Rules(temperature=1.7)
-        loop.submit(
-            prompt,
-            SamplingParams(n_new=220, rules=rules, seed=seed, ends=frozenset({END}), grammar=grammar),
-            events.append,
-        )
+        params = SamplingParams(n_new=220, rules=rules, seed=seed, ends=frozenset({END}), grammar=grammar)
+        loop.submit(loop.check(prompt, params), events.append)
         return events
 
     try:

@@ -17,9 +17,11 @@ from deepspeed_c.server.tools import (
     MistralToolParser,
     ToolFunction,
     chosen_functions,
+    hidden_tag,
     parser_of,
     read_functions,
 )
+from tests.deepspeed_c.serving.folders import byte_tokenizer
 
 LLAMA = 'Respond in the format {"name": function name, "parameters": dictionary of argument name}. {{ tools }}'
 HERMES = "{{ tools }} <tool_call>"
@@ -94,7 +96,8 @@ ANSWERS: dict[type, list[tuple[str, str, Calls]]] = {
     MistralToolParser: [
         ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', "", [("f", {"a": 1})]),
         ('[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "", [("f", {}), ("g", {})]),
-        ('[{"name": "f", "arguments": {}, "id": "012345678"}]', "", [("f", {})]),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "012345678"}]', "", [("f", {})]),
+        ('[{"name": "f", "arguments": {}}]',) * 2 + ([],),
         ('So: [TOOL_CALLS][{"name": "f", "arguments": {}}]', "So: ", [("f", {})]),
         ("[1] is a source", "[1] is a source", []),
         ("[TOOL] is a tag", "[TOOL] is a tag", []),
@@ -214,6 +217,18 @@ def test_templates_of_models_have_the_form_of_their_documents() -> None:
             continue
         with pytest.raises(RequestRefused):
             parser_of(template)
+
+
+def test_a_tag_is_shown_where_decoding_hides_it() -> None:
+    pytest.importorskip("transformers")
+    tokenizer = byte_tokenizer()
+    assert hidden_tag(MistralToolParser, tokenizer) == ()  # no token: text
+    tokenizer.add_tokens(["<tool_call>"])
+    assert hidden_tag(HermesToolParser, tokenizer) == ()  # a token, which decoding shows
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    token = len(tokenizer) - 1
+    assert tokenizer.decode([token], skip_special_tokens=True) == ""
+    assert hidden_tag(MistralToolParser, tokenizer) == ((token, "[TOOL_CALLS]"),)
 
 
 @pytest.mark.parametrize(

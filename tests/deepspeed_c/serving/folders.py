@@ -11,8 +11,9 @@ END = "<|end|>"
 _LINES = ("def main(self, value): return value", "größer – ist 日本語 🙂 text", "for each in range(10): pass")
 
 
-def byte_tokenizer() -> Any:
-    """A byte-level BPE of transformers: a character beyond ASCII takes several tokens."""
+def byte_tokenizer(*special: str) -> Any:
+    """A byte-level BPE of transformers: a character beyond ASCII takes several tokens. special: further special tokens,
+    which decoding can hide."""
     import tokenizers
     import transformers
 
@@ -21,7 +22,7 @@ def byte_tokenizer() -> Any:
     found.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=[END],
+        special_tokens=[END, *special],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -29,11 +30,11 @@ def byte_tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=found, eos_token=END)
 
 
-def model_folder(folder: Path, **settings: Any) -> str:
+def model_folder(folder: Path, *special: str, **settings: Any) -> str:
     """A Llama in float32 whose likeliest token is far from the second, with ``byte_tokenizer``."""
     import torch
 
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(*special)
     model = llama(5, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, bos_token_id=None, **settings)
     with torch.no_grad():
         for param in model.parameters():

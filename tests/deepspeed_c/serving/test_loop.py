@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from deepspeed_c.errors import ModelError, StateError
 from deepspeed_c.inference.v2 import RaggedInferenceEngineConfig, SchedulingError, build_hf_engine
@@ -24,11 +22,7 @@ transformers = pytest.importorskip("transformers")
 GREEDY = Rules(temperature=0.0)
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +67,7 @@ def ask(
     answers = [Answer() for _ in prompts]
     each = params if isinstance(params, list) else [params] * len(prompts)
     for prompt, wish, answer in zip(prompts, each, answers, strict=True):
-        loop.submit(prompt, wish, answer, salt)
+        loop.submit(loop.check(prompt, wish), answer, salt)
     loop.run_until(lambda: all(answer.end is not None for answer in answers))
     return answers
 
@@ -191,7 +185,7 @@ def test_a_wrong_request_is_refused_before_it_begins(
     loop = loop_of(folder, n_blocks=7)
     good = ask(loop, [[5, 6, 7]], SamplingParams(n_new=4, rules=GREEDY))[0].tokens
     with pytest.raises(error, match=says):
-        loop.submit(prompt, SamplingParams(n_new=n_new), Answer())
+        loop.check(prompt, SamplingParams(n_new=n_new))
     assert ask(loop, [[5, 6, 7]], SamplingParams(n_new=4, rules=GREEDY))[0].tokens == good
 
 
@@ -258,15 +252,15 @@ def test_a_sink_that_raises_ends_its_own_request(folder: str) -> None:
     def bad(event: AnswerEvent) -> None:
         raise ValueError("a planted fault")
 
-    loop.submit([1, 2], SamplingParams(n_new=50), bad)
-    loop.submit([3], SamplingParams(n_new=9), good)
+    loop.submit(loop.check([1, 2], SamplingParams(n_new=50)), bad)
+    loop.submit(loop.check([3], SamplingParams(n_new=9)), good)
     loop.run_until(lambda: good.end is not None)
     assert (len(good.tokens), loop.n_requests, free_blocks(loop)) == (9, 0, 40)
 
 
 def test_an_interrupt_ends_the_requests_and_the_loop_goes_on(folder: str) -> None:
     loop, answer = loop_of(folder), Answer()
-    loop.submit([1, 2], SamplingParams(n_new=50), answer)
+    loop.submit(loop.check([1, 2], SamplingParams(n_new=50)), answer)
     n_calls = 0
 
     def interrupt() -> bool:
@@ -307,7 +301,7 @@ def test_requests_come_and_go_from_any_thread(folder: str) -> None:
                     done.set()
 
             n_new = mine.randrange(1, 12)
-            request = loop.submit(prompt, SamplingParams(n_new=n_new, seed=seed), sink)
+            request = loop.submit(loop.check(prompt, SamplingParams(n_new=n_new, seed=seed)), sink)
             if mine.random() < 1 / 3:
                 loop.cancel(request)
                 n_new = 0
@@ -337,13 +331,13 @@ def test_a_closed_loop_answers_and_refuses(folder: str) -> None:
         begun.set()
 
     thread = run_in_thread(loop)
-    loop.submit([1, 2], SamplingParams(n_new=190), sink)
+    loop.submit(loop.check([1, 2], SamplingParams(n_new=190)), sink)
     waits.set_within(begun)
     loop.close()
     waits.joined(thread)
     assert answer.end is FinishReason.LENGTH or isinstance(answer.end, StateError)
     with pytest.raises(StateError, match="no requests any more"):
-        loop.submit([1], SamplingParams(n_new=1), Answer())
+        loop.submit(loop.check([1], SamplingParams(n_new=1)), Answer())
 
 
 def test_bias_and_penalties_are_those_of_the_formula(folder: str) -> None:
@@ -390,7 +384,7 @@ def test_log_probabilities_are_those_of_the_whole_distribution(folder: str, n_to
 def test_a_bias_of_a_token_that_there_is_not_is_refused(folder: str) -> None:
     n_words = len(byte_tokenizer())
     with pytest.raises(ModelError, match=f"{n_words} of logit_bias"):
-        loop_of(folder).submit([1], SamplingParams(n_new=1, logit_bias=((n_words, 1.0),)), Answer())
+        loop_of(folder).check([1], SamplingParams(n_new=1, logit_bias=((n_words, 1.0),)))
 
 
 class EvenThenEnd:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from typing import Any
 
 import pytest
 
-from deepspeed_c.serving.text import StopStrings, TextStream
+from deepspeed_c.serving.text import StopStrings, TextStream, decode_shown
 from tests.deepspeed_c.serving.folders import byte_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -79,6 +81,25 @@ def test_a_text_that_continues_another_one_keeps_its_space() -> None:
     the, cat = tokenizer.token_to_id("▁the"), tokenizer.token_to_id("▁cat")
     stream = TextStream(tokenizer.decode, [the])
     assert (stream.add([cat]), TextStream(tokenizer.decode).add([cat])) == (" cat", "cat")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_special_token_that_is_shown_is_a_part_of_the_text(seed: int) -> None:
+    """At any place, also within a character, and wherever the tokens are cut."""
+    tokenizer, rng = byte_tokenizer("[TAG]", "[OTHER]"), random.Random(seed)
+    tag, other = tokenizer.convert_tokens_to_ids(["[TAG]", "[OTHER]"])
+    tokens = [rng.choice((tag, other, *tokenizer.encode("ö 🙂x"))) for _ in range(rng.randrange(25))]
+
+    def hide(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    runs = [[*run] for is_tag, run in itertools.groupby(tokens, lambda token: token == tag)]
+    expected = "".join("[TAG]" * len(run) if run[0] == tag else hide(run) for run in runs)
+    decode = functools.partial(decode_shown, hide, {tag: "[TAG]"})
+    for n_at_once in (1, 3):
+        assert "".join(pieces_of(decode, tokens, n_at_once)) == decode(tokens) == expected
+    assert "[OTHER]" not in expected and expected.count("[TAG]") == tokens.count(tag)
+    assert decode_shown(hide, {}, tokens) == hide(tokens)
 
 
 def up_to_stop(pieces: list[str], strings: list[str]) -> tuple[str, bool]:

@@ -4,7 +4,6 @@ and a failed forward change nothing."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,7 @@ LIMITS = {"max_context": 60, "max_ragged_batch_size": 100, "max_ragged_sequence_
 REFUSED = {"falcon": "bias of positions", "t5": "behind one another", "mpt": "behind one another"}
 
 
-@pytest.fixture(autouse=True)
-def process_group_of_the_engine() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group_of_the_engine")
 
 
 def settings(
@@ -243,6 +238,42 @@ def test_wrong_settings_are_refused() -> None:
         memory = MemoryConfig(size=1 << 60)
         InferenceEngineV2(host, RaggedInferenceEngineConfig(manager={"memory_config": memory}))
     assert "memory_config" in str(found.value)
+
+
+def bytes_of_a_block(config: Any) -> int:
+    """16 tokens of keys and values in float32."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 16 * 4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_bytes_of_keys_and_values_become_blocks(family: str) -> None:
+    model = make(family)
+    size, n_least = bytes_of_a_block(model.config), 3  # 49 tokens, and the last one has no keys
+    for n_bytes, n_blocks in ((size * n_least, n_least), (size * 8 - 1, 7), (size * 8, 8)):
+        host = init_inference(model, dtype=torch.float32)
+        engine = InferenceEngineV2(host, settings(max_context=49), n_bytes)
+        assert engine.limits.n_blocks == n_blocks
+        assert engine.free_blocks.tolist() == [n_blocks] * engine.n_kv_cache_groups
+        engine.destroy()
+    host = init_inference(model, dtype=torch.float32)
+    for n_bytes, says in (
+        (size * n_least - 1, f"(?s)room for 32 tokens.*up to 49.*write {size * n_least} or more"),
+        (0, "room for 0 tokens"),
+        (1 << 70, "are free for each rank"),
+    ):
+        with pytest.raises(ConfigError, match=says) as error:
+            InferenceEngineV2(host, settings(max_context=49), n_bytes)
+        assert error.value.where == "kv_cache_memory_bytes"
+
+
+@on_ranks(2)
+def test_bytes_are_those_of_a_rank(rank: int, world: int) -> None:
+    model = make("llama")
+    n_bytes = bytes_of_a_block(model.config) * 5  # a rank has half of the heads
+    host = init_inference(model, dtype=torch.float32, tensor_parallel={"tp_size": 2})
+    engine = InferenceEngineV2(host, settings(tp=2, max_context=49), n_bytes)
+    assert engine.limits.n_blocks == 10
+    engine.destroy()
 
 
 @on_ranks(2)
