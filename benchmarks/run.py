@@ -572,6 +572,15 @@ BENCHMARKS = [
         "--gigabytes 0.1 --rounds 2",
         n_ranks=2,
     ),
+    _script(
+        "saves_by_time",
+        "files",
+        f"{OURS}/saves_by_time.py",
+        ("csrc/ckpt", "deepspeed_c/checkpoint", "deepspeed_c/engine"),
+        150,
+        "--rounds 1 --period 0.1 --steps 3",
+        n_ranks=2,
+    ),
     *(
         _script(
             name,

@@ -219,18 +219,20 @@ def test_limits_of_the_configuration_make_the_window():
 def test_saves_by_time_cost_a_copy_of_weights_masters_and_moments():
     checkpoint = {"auto_resume": "ckpt", "every": "2m"}
     for stage in range(4):
-        table = plan_table(config(stage, checkpoint=checkpoint), N, sizes=stack_of(P, 16))
+        table = plan_table(config(stage, checkpoint=checkpoint), N, sizes=stack_of(P, 16), every_stage=False)
         # 2 bytes of weight, 4 of master, 8 of moments; the ranks divide them, cut or not.
         assert table.saves.nbytes == pytest.approx(14 * P / N, rel=1e-3), (stage, table.saves)
         assert table.saves.copy_seconds == pytest.approx(2 * 14 * P / N / 25e9, rel=1e-3), table.saves
         assert table.saves.share == table.saves.copy_seconds / 120
         assert as_json(table)["saves"]["nbytes"] == table.saves.nbytes
         assert "checkpoint.every, 120 s: a rank copies 0.20 GiB" in as_text(table), as_text(table)
-    table = plan_table(config(2, checkpoint=checkpoint), N, sizes=stack_of(P, 16), device_type="cuda")
+    table = plan_table(
+        config(2, checkpoint=checkpoint), N, sizes=stack_of(P, 16), device_type="cuda", every_stage=False
+    )
     assert table.saves.copy_seconds == pytest.approx(14 * P / N / 25e9, rel=1e-3), table.saves
-    assert plan_table(config(2), N, sizes=stack_of(P, 16)).saves is None
+    assert plan_table(config(2), N, sizes=stack_of(P, 16), every_stage=False).saves is None
     swapped = config(2, checkpoint=checkpoint, zero={"offload_optimizer": {"device": "nvme", "nvme_path": "/"}})
-    table = plan_table(swapped, N, sizes=stack_of(P, 16))
+    table = plan_table(swapped, N, sizes=stack_of(P, 16), every_stage=False)
     assert table.saves is None and any("until all is written" in note for note in table.notes), table.notes
 
 
