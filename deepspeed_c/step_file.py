@@ -1,7 +1,7 @@
 """The step file of a rank: how far its training has come, for the process that started it.
 
-A file of three whole numbers, mapped into memory. The launcher makes one for each rank of an elastic launch and names it
-in DSC_STEP_FILE; the engine writes it. A write costs nanoseconds, and what was written outlives a killed rank.
+A file of three whole numbers, mapped into memory. The launcher makes one for each rank of an elastic launch, and its
+path is in DSC_STEP_FILE; the engine writes it. A write costs nanoseconds, and the numbers outlive a killed rank.
 """
 
 from __future__ import annotations

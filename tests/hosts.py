@@ -104,6 +104,10 @@ class Host:
         """
         self.run(["ip", "link", "set", DEVICE, "down"])
 
+    def plug(self) -> None:
+        """Takes the link up again."""
+        self.run(["ip", "link", "set", DEVICE, "up"])
+
     def kill(self) -> None:
         """Kill all processes of the host (made with ``processes``)."""
         if not self.processes:

@@ -102,11 +102,10 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
     values = {name: getattr(options, name) for name in options.__dataclass_fields__}
     values["user_script"], values["user_args"] = values.pop("script"), list(values.pop("script_args"))
     values["num_gpus"] = values.pop("num_procs")
-    defaults = dict.fromkeys(("num_gpus", "num_nodes", "node_rank"), UNSET)
+    of_hosts = ("num_nodes", "node_rank", "min_elastic_nodes", "max_elastic_nodes")
+    defaults = dict.fromkeys(("num_gpus", *of_hosts), UNSET)
     defaults |= {"hostfile": DLTS_HOSTFILE, "master_addr": "", "master_port": DEFAULT_PORT}
     defaults["enable_each_rank_log"] = "None"
     values |= {name: default for name, default in defaults.items() if values[name] is None}
-    # Features that a command line cannot ask for here
-    absent = {"elastic_training": False, "min_elastic_nodes": UNSET, "max_elastic_nodes": UNSET}
     own = words[: len(words) - 1 - len(options.script_args)]
-    return Namespace(**values, **absent, quiet=options.log_level == "error", launcher_words=own)
+    return Namespace(**values, quiet=options.log_level == "error", launcher_words=own)

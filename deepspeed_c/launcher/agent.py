@@ -15,10 +15,10 @@ from deepspeed_c.env import JOB_VARIABLE, read_env
 from deepspeed_c.errors import DeepSpeedCError, LaunchError
 from deepspeed_c.launcher.addresses import interface_of, own_address
 from deepspeed_c.launcher.hostfile import is_this_host
-from deepspeed_c.launcher.job import HostPlace, Job, name_of
+from deepspeed_c.launcher.job import Job, name_of
 from deepspeed_c.launcher.main import report_errors
-from deepspeed_c.launcher.meeting import Failure, Meeting, connect
-from deepspeed_c.launcher.plan import make_plan
+from deepspeed_c.launcher.meeting import LOST_SECONDS, Failure, Meeting, connect
+from deepspeed_c.launcher.plan import Plan, make_plan
 from deepspeed_c.launcher.run import launch
 
 __all__ = ["main", "run_host"]
@@ -54,35 +54,64 @@ def _main(name: str | None) -> int:
             fix="start from a folder that all hosts have",
         ) from error
     # mpirun and srun would end the other agents after a failure, and print a message beside that of the launch.
-    return run_host(job, job.place(index), hides_code=name is None)
+    return run_host(job, index, hides_code=name is None)
 
 
-def run_host(job: Job, place: HostPlace, *, hides_code: bool = False) -> int:
-    """Run the ranks of the host in their place, together with the other hosts. Returns the exit code of the launch.
+def run_host(job: Job, index: int, *, hides_code: bool = False) -> int:
+    """Run the ranks of the host with that number in each round that it is a member of, together with the other hosts.
+    Returns the exit code of the launch.
 
     hides_code: return 0 if the launching command knows the exit code from the agents' reports.
     """
-    meeting = Meeting(connect(job.store), job.token, place.name, place.index, place.n_hosts)
+    name, options = list(job.hosts)[index], job.options
+    meeting = Meeting(
+        connect(job.store),
+        job.token,
+        name,
+        index,
+        len(job.hosts),
+        is_elastic=options.elastic_training,
+        lost_s=max(options.heartbeat or 0.0, LOST_SECONDS),
+    )
+    code = 0
     try:
-        options = job.options
-        address = own_address(job.store[0])
-        if options.master_addr is None:
-            options = replace(options, master_addr=address)
-        environment = dict(job.environment)
-        interface = interface_of(address)
-        if interface and not (environment.get("GLOO_SOCKET_IFNAME") or read_env().gloo_interface):
-            # gloo would take the address of the host's name, which on many systems is a loopback address.
-            environment["GLOO_SOCKET_IFNAME"] = interface
-        plan = make_plan(options, place=place, environment=environment, token=job.token)
-        code = launch(plan, meeting)
-    except DeepSpeedCError as error:
-        if meeting.lost():
-            raise
-        meeting.fail(Failure(place.name, 2, f"host {place.name}: {error}"))
-        code = meeting.end(has_all_zeros=False) or 2
+        while (members := meeting.next_round()) is not None:
+            try:
+                code = launch(_plan(job, index, members, meeting.round), meeting)
+            except DeepSpeedCError as error:
+                if meeting.lost():
+                    raise
+                meeting.fail(Failure(name, 2, f"host {name}: {error}", is_start=True))
+                meeting.end(has_all_zeros=False)
+                code = 2
     finally:
         meeting.close()
-    return 0 if hides_code and meeting.orders.code is not None else code
+    said = meeting.orders.code
+    if said is None:
+        return code
+    return 0 if hides_code else said
+
+
+def _plan(job: Job, index: int, members: Sequence[int], number: int) -> Plan:
+    """What this host starts in the round of that number."""
+    options = job.options
+    address = own_address(job.store[0])
+    is_of_another = options.elastic_training and options.master_addr and not is_this_host(options.master_addr)
+    if options.master_addr is None or is_of_another:
+        options = replace(options, master_addr=address)
+    environment = dict(job.environment)
+    interface = interface_of(address)
+    if interface and not (environment.get("GLOO_SOCKET_IFNAME") or read_env().gloo_interface):
+        # gloo would take the address of the host's name, which on many systems is a loopback address.
+        environment["GLOO_SOCKET_IFNAME"] = interface
+    return make_plan(
+        options,
+        place=job.place(index, members),
+        environment=environment,
+        # A rank that an earlier round has left behind a dead link can write nothing into this round's store.
+        token=job.token and f"{job.token}{number}",
+        n_restarts=number - 1,
+    )
 
 
 def _index(job: Job, name: str | None, environ: Mapping[str, str]) -> int:

@@ -26,9 +26,9 @@ from deepspeed_c.launcher.addresses import own_address
 from deepspeed_c.launcher.exports import exports
 from deepspeed_c.launcher.hostfile import is_this_host
 from deepspeed_c.launcher.job import SIGNALS, Job, name_of, new_token
-from deepspeed_c.launcher.options import Options
+from deepspeed_c.launcher.options import Options, check_rounds
 from deepspeed_c.launcher.output import log_name, log_stamp
-from deepspeed_c.launcher.runners.runner import HostRunner, python_path
+from deepspeed_c.launcher.runners.runner import HostRunner, Start, python_path
 from deepspeed_c.listening import listening_socket
 from deepspeed_c.logging import write_line
 
@@ -47,6 +47,7 @@ def launch_on_hosts(options: Options, hosts: Mapping[str, list[int]], runner: Ho
     Raises LaunchError if the runner is not installed, or cannot do what is asked.
     """
     runner.check()
+    check_rounds(options, len(hosts))
     address = own_address(name_of(next((host for host in hosts if not is_this_host(host)), "")))
     listening = listening_socket(address, 0)
     job = Job(
@@ -97,12 +98,27 @@ class Signals:
         return taken
 
 
+def _popen(start: Start) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            start.command,
+            env={**os.environ, **start.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # Of its own: signals of the terminal reach the launching command alone, which passes them on.
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot be started: {error}", where=start.command[0]) from error
+
+
 @final
 class RunnerProcess:
     """The runner's program, with threads that pass on what it prints."""
 
     def __init__(self, runner: HostRunner, job: Job) -> None:
-        self.name = runner.name
+        self.name, self._runner, self._job = runner.name, runner, job
         # Label -> host; pdsh's labels lack the user of USER@HOST.
         self._hosts = {name_of(host): host for host in job.hosts} if runner.labels_hosts() else {}
         self._strips_labels = job.options.tag_output or job.options.gather_logs
@@ -111,32 +127,43 @@ class RunnerProcess:
         self._ends: list[tuple[str, int]] = []
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
+        self._silent: set[str] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="deepspeed_c_")  # only this user may enter it
-        job_file = os.path.join(self._folder.name, "job")
-        with open(job_file, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        self._job_file = os.path.join(self._folder.name, "job")
+        with open(self._job_file, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(job.to_json() + "\n")
-        start = runner.start(job, job_file)
-        try:
-            self._process = subprocess.Popen(
-                start.command,
-                env={**os.environ, **start.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # Of its own: signals of the terminal reach the launching command alone, which passes them on.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(f"cannot be started: {error}", where=start.command[0]) from error
+        if job.options.elastic_training:
+            runner.start_again(job, self._job_file, next(iter(job.hosts)))  # whether the runner can
+        self._process = _popen(runner.start(job, self._job_file))
+        self._again: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> RunnerProcess:
-        for stream, target in ((self._process.stdout, sys.stdout.buffer), (self._process.stderr, sys.stderr.buffer)):
+        self._carry_streams(self._process, "")
+        return self
+
+    def _carry_streams(self, process: subprocess.Popen[bytes], host: str) -> None:
+        """Pass on what a program prints. host: the only one that it is about; "" for all."""
+        for stream, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
             # A pipe that a left-behind process holds open is not waited for: its reader is in no C++ code.
-            carry = (self._carry, stream, target)
+            carry = (self._carry, stream, target, host)
             thread = BackgroundThread(*carry, name="dsc_runner", end=self._over.set, limit_s=_MOMENT_SECONDS)
             thread.start()
             self._threads.append(thread)
-        return self
+
+    def start_again(self, host: str) -> None:
+        """Start the agent of a host anew, beside what runs."""
+        self._silent.add(host)
+        self._again[host] = _popen(self._runner.start_again(self._job, self._job_file, host))
+        self._carry_streams(self._again[host], host)
+
+    def is_starting_again(self, host: str) -> bool:
+        """Whether an agent that ``start_again`` has started on the host may still run."""
+        return host in self._again and self._again[host].poll() is None
+
+    def show(self, host: str) -> None:
+        """Show what is printed about a host again: its agent has come. Until then, each try would print that the host
+        cannot be reached."""
+        self._silent.discard(host)
 
     def __exit__(self, *_: object) -> None:
         self.kill()
@@ -171,12 +198,13 @@ class RunnerProcess:
 
     def kill(self) -> None:
         """End the program and what it has started here."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        for process in (self._process, *self._again.values()):
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
-    def _carry(self, stream: IO[bytes], target: BinaryIO) -> None:
+    def _carry(self, stream: IO[bytes], target: BinaryIO, only: str) -> None:
         for line in stream:
             if self._over.is_set():  # the end of the interpreter needs the locks of the standard streams
                 return
@@ -189,6 +217,8 @@ class RunnerProcess:
                     self._ends.append((self._hosts.get(end[1].decode(), ""), int(end[2])))
                     continue
                 self._said[host].append(rest.decode(errors="replace").rstrip())
+                if only in self._silent:
+                    continue
             with contextlib.suppress(OSError):  # the terminal was closed: go on reading, or the ranks would block
                 target.write(rest if self._strips_labels else line)
                 target.flush()

@@ -58,7 +58,7 @@ COMMANDS: dict[str, Command] = {
         (
             (
                 "deepspeed_c elastic -c FILE -w N",
-                "the batch of the section elasticity, the numbers of ranks that can share it, the micro-batch of N ranks",
+                "the batch of the section elasticity, and which numbers of ranks can share it",
             ),
         ),
     ),

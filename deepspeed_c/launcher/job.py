@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from deepspeed_c.errors import LaunchError
@@ -60,11 +61,16 @@ class Job:
     def world_size(self) -> int:
         return sum(map(len, self.hosts.values()))
 
-    def place(self, index: int) -> HostPlace:
-        """The place of the host with that number."""
-        names, slots = list(self.hosts), list(self.hosts.values())
-        first = sum(map(len, slots[:index]))
-        return HostPlace(names[index], index, slots[index], first, len(names), self.world_size)
+    def place(self, index: int, members: Sequence[int]) -> HostPlace:
+        """The place of the host with that number in a round of these hosts."""
+        slots = list(self.hosts.values())
+        n_ranks = [len(slots[i]) for i in members]
+        at = members.index(index)
+        return HostPlace(list(self.hosts)[index], at, slots[index], sum(n_ranks[:at]), len(members), sum(n_ranks))
+
+    def n_ranks(self, members: Sequence[int]) -> int:
+        """The ranks of these hosts together."""
+        return sum(len(slots) for i, slots in enumerate(self.hosts.values()) if i in members)
 
     def without_environment(self) -> Job:
         """The job for runners that pass variables on themselves."""

@@ -36,6 +36,10 @@ def main(argv: Sequence[str]) -> int:
         hosts = _hosts(options)
         if options.force_multi or len(hosts) > 1 or not all(map(is_this_host, hosts)):
             return launch_on_hosts(options, hosts, runner)
+    if options.elastic_training:
+        from deepspeed_c.launcher.without_runner import launch_without_runner
+
+        return launch_without_runner(options, _hosts(options))
     plan = make_plan(options)
     from deepspeed_c.launcher.run import launch
 

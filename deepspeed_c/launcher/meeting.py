@@ -1,18 +1,23 @@
-"""How the agents of several hosts meet: each writes a report into one store, and one chair writes orders for all.
+"""The agents of several hosts meet in one store: what an agent and the chair tell each other, and the agent's end.
 
-[Note: reports and orders] The chair runs where the store is: in the launching command, or with --no_ssh beside the
-agent of host 0. Every agent rewrites its report, and the chair its orders, each time with the next number. A number
-that does not change for LOST_SECONDS means a lost link or a dead process, on both sides. Orders hold states only
+[Note: reports and orders] The chair (``chair.py``) runs where the store is: in the launching command, or with --no_ssh
+beside the agent of host 0. Every agent rewrites its report, and the chair its orders, each time with the next number. A
+number that does not change for some seconds means a lost link or a dead process, on both sides. Orders hold states only
 ("begin", "pass on signal 15", "end"), no commands. A process without the run's secret can write neither. With --no_ssh
 no secret can be shared; then the worst that a stranger can do is to end the run.
+
+[Note: rounds] A launch is a row of rounds, numbered from 1. Orders call a round by naming its members, the hosts whose
+ranks train together; ranks, addresses and ports are new in each round. Members answer with the round's number in their
+reports, so that a report about an earlier round is never taken for one about this. A launch that is not elastic has one
+round, with all hosts.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, final
 
@@ -23,19 +28,32 @@ from deepspeed_c.background import BackgroundThread
 from deepspeed_c.comm.signed_store import SignedStore
 from deepspeed_c.errors import LaunchError
 
-__all__ = ["COME_SECONDS", "LOST_SECONDS", "Chair", "Failure", "Meeting", "Orders", "Report", "connect"]
+__all__ = [
+    "COME_SECONDS",
+    "LOST_SECONDS",
+    "ORDERS_KEY",
+    "Failure",
+    "Meeting",
+    "Orders",
+    "Report",
+    "SignedMessages",
+    "Silence",
+    "connect",
+    "period_of",
+    "report_key",
+]
 
 COME_SECONDS = 60.0
 """How long the chair waits for the agents of all hosts."""
 LOST_SECONDS = 8.0
-"""Without news for so long, the other side is lost."""
+"""Without news for so long, the other side is lost, unless --heartbeat says how long."""
 STORE_SECONDS = 5
 _SPARE_SECONDS = 5  # from the end of a request's time to the end of the thread, on a busy host
 _PERIOD_SECONDS = 0.1
 _RETRY_SECONDS = 0.5
 _HOSTS_PER_SECOND = 2000  # limit for the chair's reads
 _PREFIX = "deepspeed_c/launch/"
-_ORDERS, _FAILURES = _PREFIX + "orders", _PREFIX + "failures"
+ORDERS_KEY, _FAILURES = _PREFIX + "orders", _PREFIX + "failures"
 
 State = Literal["came", "runs", "ended"]
 _Message = TypeVar("_Message")
@@ -54,6 +72,10 @@ class Failure(msgspec.Struct, frozen=True):
     tail: str = ""
     """Last lines of the rank's stderr, or of its log."""
     log: str = ""
+    step: int = 0
+    """Optimizer steps that the rank had done; 0 without an engine."""
+    is_start: bool = False
+    """Whether nothing could be started on the host."""
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -61,23 +83,40 @@ class Report(msgspec.Struct, frozen=True):
 
     number: int
     state: State
+    life: str = ""
+    """Of this process: an agent that is started again on the host has another."""
+    round: int = 0
+    """The last round that this host was a member of; all below is about this round. 0: of none yet."""
     master: tuple[str, int] | None = None
-    """Of host 0: where its ranks listen."""
+    """Of the round's first host: where its ranks listen."""
     failure: Failure | None = None
     has_all_zeros: bool = False
     """Whether all ranks of the host have ended with exit code 0."""
+    was_stopped: bool = False
+    """Whether an order has ended them."""
+    is_leaving: bool = False
+    """Whether this agent was asked to end by a signal of its own host."""
+    n_saves: int = 0
+    """Checkpoints of which the host's first rank has seen that they are complete."""
+    min_seconds: int = 0
+    """What the configuration says about the least length of a round."""
 
 
 class Orders(msgspec.Struct, frozen=True):
     """The words of the chair to all agents."""
 
     number: int
+    round: int = 0
+    members: tuple[int, ...] = ()
+    """The numbers of the hosts in the round, rank 0's first; empty before the first round and between two."""
     master: tuple[str, int] | None = None
-    """All hosts have come: the ranks may begin, and meet here."""
+    """All members have come: the ranks may begin, and meet here."""
     signal: int = 0
     """Pass this signal on to the ranks."""
     stop: bool = False
     """End the ranks, because another has failed."""
+    is_gentle: bool = False
+    """The ranks that are to end are well: they have as long as after a signal, to save."""
     kill: bool = False
     """End them at once."""
     code: int | None = None
@@ -106,7 +145,7 @@ def _no_answer(address: tuple[str, int], error: DistError) -> LaunchError:
     )
 
 
-class _Signed:
+class SignedMessages:
     """Messages of one kind in the store."""
 
     def __init__(self, store: TCPStore, secret: str) -> None:
@@ -124,7 +163,7 @@ class _Signed:
 
 
 @final
-class _Silence:
+class Silence:
     """Time without news from the other side, while this process was running.
 
     A process that stood still (a stopped job, a machine that was moved or slept) has heard nothing either, and must not
@@ -149,11 +188,13 @@ class _Silence:
         return max(0.0, now - self._heard)
 
 
-def _report_key(index: int) -> str:
+def report_key(index: int) -> str:
+    """The key of the report of the host with that number."""
     return f"{_PREFIX}host{index}"
 
 
-def _period(n_hosts: int) -> float:
+def period_of(n_hosts: int) -> float:
+    """Seconds between two reports of an agent, and between two orders."""
     return max(_PERIOD_SECONDS, n_hosts / _HOSTS_PER_SECOND)
 
 
@@ -161,15 +202,28 @@ def _period(n_hosts: int) -> float:
 class Meeting:
     """An agent's end: a thread that writes its report and reads the orders."""
 
-    def __init__(self, store: TCPStore, secret: str, name: str, index: int, n_hosts: int) -> None:
-        """name: of this host. index: its number."""
-        self.name = name
-        self._store, self._signed, self._key = store, _Signed(store, secret), _report_key(index)
-        self._period = _period(n_hosts)
+    def __init__(
+        self,
+        store: TCPStore,
+        secret: str,
+        name: str,
+        index: int,
+        n_hosts: int,
+        *,
+        is_elastic: bool = False,
+        lost_s: float = LOST_SECONDS,
+    ) -> None:
+        """name: of this host. index: its number. is_elastic: whether the launch may go on without this host. lost_s:
+        seconds without news after which the launching command counts as lost.
+        """
+        self.name, self.is_elastic, self._index, self._lost_s = name, is_elastic, index, lost_s
+        self._store, self._signed, self._key = store, SignedMessages(store, secret), report_key(index)
+        self._period = period_of(n_hosts)
         self._lock, self._news = threading.Lock(), threading.Condition()
-        self._report = Report(0, "came")
+        self._report = Report(0, "came", life=secrets.token_hex(8))
+        self._written: Report | None = None
         self._orders = Orders(0)
-        self._silence = _Silence(self._period)
+        self._silence = Silence(self._period)
         self._problem = ""
         self._is_over = False
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -178,15 +232,35 @@ class Meeting:
         thread = BackgroundThread(self._talk, name="dsc_meeting", end=self.close, limit_s=limit_s)
         thread.start()
 
-    def begin(self, master: tuple[str, int] | None) -> tuple[str, int] | None:
-        """Wait until all hosts have come. Returns where the ranks meet; None if the launch has ended before.
+    def next_round(self) -> tuple[int, ...] | None:
+        """Wait until this host is a member of a new round. Returns the numbers of its members; None if there is none
+        any more: the launch is over, this agent leaves, or the launching command is lost after the first round.
 
-        master: of host 0, where its ranks listen. Raises LaunchError if the launching command is lost.
+        Raises LaunchError if the launching command is lost before this host was a member.
+        """
+        while (orders := self._next_orders()) is None:
+            if self._ends_here():
+                return None
+            if problem := self.lost():
+                if self._report.round:
+                    return None
+                raise LaunchError(problem, where=f"host {self.name}")
+            self._wait()
+        with self._lock:
+            report = self._report
+            self._report = Report(report.number, "came", life=report.life, round=orders.round)
+        self._wake()
+        return orders.members
+
+    def begin(self, master: tuple[str, int] | None) -> tuple[str, int] | None:
+        """Wait until all members have come. Returns where the ranks meet; None if the round has ended before.
+
+        master: of the round's first host, where its ranks listen. Raises LaunchError if the launching command is lost.
         """
         self._tell(master=master)
         while True:
             orders = self._orders
-            if orders.stop or orders.signal or orders.code is not None:
+            if self.must_stop() or orders.signal or orders.code is not None:
                 return None
             if orders.master is not None:
                 self._tell(state="runs")
@@ -196,37 +270,62 @@ class Meeting:
             self._wait()
 
     @property
+    def round(self) -> int:
+        """The number of the last round that this host was a member of."""
+        return self._report.round
+
+    @property
     def orders(self) -> Orders:
         """The newest orders."""
         return self._orders
+
+    def must_stop(self) -> bool:
+        """Whether the ranks of this host have to end: their round is stopped, or the others are in a later one."""
+        orders = self._orders
+        return orders.stop or orders.round > self._report.round
 
     def lost(self) -> str:
         """Why nothing is heard from the launching command; "" if it is heard."""
         if self._problem:
             return f"the launching command is lost: {self._problem}"
         silent = self._silence.seconds()
-        return f"nothing was heard from the launching command for {silent:.0f} s" if silent > LOST_SECONDS else ""
+        return f"nothing was heard from the launching command for {silent:.0f} s" if silent > self._lost_s else ""
+
+    def note(self, n_saves: int, min_seconds: int) -> None:
+        """What the host's first rank says in its step file goes out with the next report."""
+        with self._lock:
+            self._report = msgspec.structs.replace(self._report, n_saves=n_saves, min_seconds=min_seconds)
 
     def fail(self, failure: Failure) -> None:
         """Report the first failure of this host, or add the last lines to it."""
         order = self._report.failure.order if self._report.failure else self._take_number()
         self._tell(failure=msgspec.structs.replace(failure, order=order))
 
-    def end(self, *, has_all_zeros: bool) -> int | None:
-        """Report that all ranks of this host have ended, and wait for the exit code of the launch. None if the
-        launching command is lost.
+    def end(self, *, has_all_zeros: bool, was_stopped: bool = False, is_leaving: bool = False) -> None:
+        """Report that all ranks of this host have ended, and wait until there is something to do: the launch is over, a
+        new round has this host as a member, or this agent leaves. Returns at once if the launching command is lost.
         """
-        self._tell(state="ended", has_all_zeros=has_all_zeros)
-        while (code := self._orders.code) is None:
-            if self.lost():
-                return None
+        self._tell(state="ended", has_all_zeros=has_all_zeros, was_stopped=was_stopped, is_leaving=is_leaving)
+        while not (self._ends_here() or self._next_orders() or self.lost()):
             self._wait()
-        return code
 
     def close(self) -> None:
         """Let the thread end, after the request that it makes."""
         self._is_over = True
         self._wake()
+
+    def _next_orders(self) -> Orders | None:
+        """The orders that call this host to a new round, if they do."""
+        orders = self._orders
+        is_called = orders.round > self._report.round and self._index in orders.members
+        return orders if is_called and not (orders.stop or orders.signal or orders.code is not None) else None
+
+    def _ends_here(self) -> bool:
+        """Whether this agent may go: everybody does, or the chair can know that it leaves."""
+        if self._orders.code is not None:
+            return True
+        written = self._written
+        return self.is_elastic and self._report.is_leaving and written is not None and written.is_leaving
 
     def _take_number(self) -> int:
         try:
@@ -255,7 +354,8 @@ class Meeting:
                 report = msgspec.structs.replace(self._report, number=number)
             try:
                 self._signed.write(self._key, report)
-                orders = self._signed.read(_ORDERS, Orders)
+                self._written = report
+                orders = self._signed.read(ORDERS_KEY, Orders)
             except (DistError, RuntimeError) as error:
                 self._problem = str(error).splitlines()[0]
                 self._wake()
@@ -267,128 +367,3 @@ class Meeting:
                 if is_new:
                     self._wake()
             self._wait()
-
-
-@final
-class Chair:
-    """The launching command's end: reads the reports of all hosts, and decides. ``step`` is called again and again."""
-
-    def __init__(self, store: TCPStore, secret: str, names: Sequence[str], said: Callable[[str], str]) -> None:
-        """said: the last lines that the runner has printed about a host, for the message if it does not come."""
-        self._signed, self._names, self._said = _Signed(store, secret), list(names), said
-        self._reports: list[Report | None] = [None] * len(names)
-        self._began = time.monotonic()
-        self._orders = Orders(0)
-        self.period = _period(len(names))
-        self._silences = [_Silence(self.period) for _ in names]
-        self.failure: Failure | None = None
-        """The failure that ended the launch."""
-        self._write()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all hosts that can be reached have ended, or had the time to."""
-        return self._orders.code is not None
-
-    @property
-    def code(self) -> int:
-        """The exit code, once the launch is over."""
-        return self._orders.code or 0
-
-    @property
-    def has_begun(self) -> bool:
-        return self._orders.master is not None
-
-    def signal(self, number: int) -> None:
-        """Pass a signal on to all ranks. A second one kills them."""
-        is_second = self._orders.signal != 0
-        self._change(signal=self._orders.signal or number, kill=is_second)
-
-    def fail(self, failure: Failure) -> None:
-        """End the launch because of a failure that no agent has seen."""
-        if self.failure is None:
-            self.failure = failure
-            self._change(stop=True)
-
-    def end_of_agent(self, name: str, code: int) -> None:
-        """End the launch, if an agent has ended and has not said how."""
-        self.step()  # its last report may be there
-        i = self._names.index(name) if name in self._names else -1
-        if i < 0 or self._is_out(i) or self.failure is not None:
-            return
-        if self._reports[i] is None:
-            self.fail(self.absent([name], f"did not come: its start ended with exit code {code}"))
-        else:
-            how = f"the agent of host {name} was lost (exit code {code}): it was killed, or its connection broke"
-            self.fail(Failure(name, 1, how))
-            self._reports[i] = msgspec.structs.replace(self._reports[i], state="ended")
-
-    def step(self) -> None:
-        """Read the reports, and write orders."""
-        now = time.monotonic()
-        for i, before in enumerate(self._reports):
-            report = self._signed.read(_report_key(i), Report)
-            if report is not None and (before is None or report.number != before.number):
-                self._reports[i] = report
-                self._silences[i].hear()
-        seconds = [silence.seconds() for silence in self._silences]
-        silent = [i for i, n in enumerate(seconds) if self._is_out(i) is False and n > LOST_SECONDS]
-        failures = [r.failure for r in self._reports if r is not None and r.failure is not None]
-        if failures and (self.failure is None or self.failure.order):
-            self.failure = min(failures, key=lambda failure: failure.order)
-            self._change(stop=True)
-        if not self.has_begun:
-            self._begin_when_all_came(now)
-        if silent and self.failure is None:
-            self.fail(self._lost(silent))
-        if self._all_out(silent) and not self.is_over:
-            self._change(code=self._final_code())
-        self._write()
-
-    def _is_out(self, i: int) -> bool | None:
-        """Whether the host has ended; None if it has never come."""
-        report = self._reports[i]
-        return None if report is None else report.state == "ended"
-
-    def _all_out(self, silent: Sequence[int]) -> bool:
-        if self.has_begun:
-            return all(self._is_out(i) or i in silent for i in range(len(self._names)))
-        return self._orders.stop or self._orders.signal != 0
-
-    def _final_code(self) -> int:
-        if self.failure is not None:
-            return self.failure.code
-        if self._orders.signal and not all(report is not None and report.has_all_zeros for report in self._reports):
-            return 128 + self._orders.signal
-        return 0
-
-    def _begin_when_all_came(self, now: float) -> None:
-        first = self._reports[0]
-        if all(self._reports) and first is not None and first.master is not None:
-            self._change(master=first.master)
-        elif now - self._began > COME_SECONDS and self.failure is None:
-            missing = [name for name, report in zip(self._names, self._reports, strict=True) if report is None]
-            self.fail(self.absent(missing, f"did not come within {COME_SECONDS:.0f} s"))
-
-    def absent(self, names: Sequence[str], how: str) -> Failure:
-        """The failure of hosts that have not come."""
-        said = "\n".join(filter(None, (self._said(name) for name in names)))
-        word = "host" if len(names) == 1 else "hosts"
-        return Failure(", ".join(names), 2, f"{word} {', '.join(names)} {how}", tail=said)
-
-    @property
-    def missing(self) -> list[str]:
-        """The hosts that have not come yet."""
-        return [name for name, report in zip(self._names, self._reports, strict=True) if report is None]
-
-    def _lost(self, silent: Sequence[int]) -> Failure:
-        names = ", ".join(self._names[i] for i in silent)
-        word = "host" if len(silent) == 1 else "hosts"
-        return Failure(names, 1, f"{word} {names}: no sign for {LOST_SECONDS:.0f} s (its link or its agent is lost)")
-
-    def _change(self, **changes: Any) -> None:
-        self._orders = msgspec.structs.replace(self._orders, **changes)
-
-    def _write(self) -> None:
-        self._change(number=self._orders.number + 1)
-        self._signed.write(_ORDERS, self._orders)

@@ -13,9 +13,10 @@ from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.commands import COMMANDS
 from deepspeed_c.scheduled import host_of_slurm_step, pod_of
 
-__all__ = ["DEFAULT_HOSTFILES", "Options", "parse_options", "script_index"]
+__all__ = ["DEFAULT_HOSTFILES", "Options", "check_rounds", "parse_options", "script_index"]
 
 DEFAULT_RUNNER = "pdsh"
+LEAST_HEARTBEAT = 0.5
 # The first of them that exists is taken. DeepSpeed's default path, and the path of Kubernetes' MPI operator.
 DEFAULT_HOSTFILES = ("/job/hostfile", "/etc/mpi/hostfile")
 
@@ -66,6 +67,18 @@ class Options:
     """Seconds that ranks have to end after a signal."""
     save_pid: bool
     log_level: str
+    elastic_training: bool = False
+    """Go on with the hosts that are left after a failure, in another round."""
+    min_elastic_nodes: int | None = None
+    """None: 1."""
+    max_elastic_nodes: int | None = None
+    """None: all of the hostfile."""
+    max_restarts: int = 10
+    """Rounds in a row that may fail without having saved a checkpoint."""
+    elastic_grace: float = 5.0
+    """Seconds that hosts have to come back before a round begins without them."""
+    heartbeat: float | None = None
+    """Without a sign for so many seconds a host is lost. None: ``meeting.LOST_SECONDS``."""
     autotuning: str = ""
     """"tune": search for the best configuration; "run": also start the script with it; "": start the script."""
 
@@ -73,7 +86,7 @@ class Options:
 def parse_options(argv: Sequence[str]) -> Options:
     """Read the options of a launch from the command line.
 
-    Raises ``LaunchError`` for features that this version lacks and for options that exclude each other. Exits with code
+    Raises ``LaunchError`` for options that exclude each other. Exits with code
     2 on unknown words, and with code 0 for help, like any argparse program.
     """
     parser = _parser()
@@ -81,10 +94,6 @@ def parse_options(argv: Sequence[str]) -> Options:
     values = vars(parser.parse_args(_joined([word for word in argv[:end] if word != "--"])))
     if end == len(argv):
         parser.error("which script? (deepspeed_c --help shows how to call it)")
-    for names, what in _ELSEWHERE:
-        for name in names:
-            if values.pop(name):
-                raise LaunchError(f"{what}", where=f"--{name}", fix=_INSTEAD[name])
     if values.pop("quiet"):
         values["log_level"] = "error"
     if values["enable_each_rank_log"] == "None":  # DeepSpeed's word for "no"
@@ -166,19 +175,59 @@ def _check(options: Options) -> None:
         raise LaunchError(
             "is given without --bind_cores_to_rank", where="--bind_core_list", fix="add --bind_cores_to_rank"
         )
+    _check_elastic(options)
     if not 0 <= options.grace < float("inf"):
         raise LaunchError(f"is {options.grace:g}", where="--grace", fix="give a number of seconds, 0 or more")
 
 
-_ELASTIC = "start the script with `torchrun --nnodes MIN:MAX --max-restarts R SCRIPT ...`"
-_INSTEAD = {
-    **dict.fromkeys(("elastic_training", "min_elastic_nodes", "max_elastic_nodes"), _ELASTIC),
-}
+def check_rounds(options: Options, n_hosts: int) -> None:
+    """Raises LaunchError where the options of an elastic launch do not fit ``n_hosts`` hosts."""
+    if not options.elastic_training:
+        return
+    if options.min_elastic_nodes is not None and options.min_elastic_nodes > n_hosts:
+        raise LaunchError(
+            f"is {options.min_elastic_nodes}, and there are {n_hosts} hosts",
+            where="--min_elastic_nodes",
+            fix="name more hosts, or lower it",
+        )
 
-# Options of DeepSpeed for features that this version lacks.
-_ELSEWHERE: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("elastic_training", "min_elastic_nodes", "max_elastic_nodes"), "there is no elastic agent in this version"),
-)
+
+def _check_elastic(options: Options) -> None:
+    least, most = options.min_elastic_nodes, options.max_elastic_nodes
+    named = {"--min_elastic_nodes": least, "--max_elastic_nodes": most, "--heartbeat": options.heartbeat}
+    for name, value in named.items():
+        if value is not None and not options.elastic_training:
+            raise LaunchError("is given without --elastic_training", where=name, fix="add it, or drop the option")
+    for name, value in (("--min_elastic_nodes", least), ("--max_elastic_nodes", most)):
+        if value is not None and value < 1:
+            raise LaunchError(f"is {value}", where=name, fix="name at least one host")
+    if least is not None and most is not None and least > most:
+        raise LaunchError(
+            f"is {least}, and --max_elastic_nodes is {most}", where="--min_elastic_nodes", fix="exchange them"
+        )
+    if options.max_restarts < 0:
+        raise LaunchError(
+            f"is {options.max_restarts}", where="--max_restarts", fix="give a number of rounds, 0 or more"
+        )
+    if not 0 <= options.elastic_grace < float("inf"):
+        raise LaunchError(
+            f"is {options.elastic_grace:g}", where="--elastic_grace", fix="give a number of seconds, 0 or more"
+        )
+    if options.heartbeat is not None and not LEAST_HEARTBEAT <= options.heartbeat < float("inf"):
+        raise LaunchError(
+            f"is {options.heartbeat:g}", where="--heartbeat", fix=f"give a number of seconds, {LEAST_HEARTBEAT} or more"
+        )
+    if options.autotuning and options.elastic_training:
+        raise LaunchError(
+            "--autotuning and --elastic_training exclude each other: each experiment has one round",
+            fix="drop one of them",
+        )
+
+
+def _n_hosts(text: str) -> int | None:
+    """A number of hosts. DeepSpeed's default is -1, which scripts pass on."""
+    return None if int(text) == -1 else int(text)
+
 
 # Sections of the help text: (title, ((flags, argparse keywords), ...)). An option takes a value unless it is a flag.
 _FLAG = {"action": "store_true"}
@@ -243,6 +292,48 @@ _OPTIONS = (
                     "type": int,
                     "metavar": "I",
                     "help": "number of this host, with --no_ssh (default: Kubernetes' or Slurm's)",
+                },
+            ),
+        ),
+    ),
+    (
+        "After a failure",
+        (
+            (
+                ("--elastic_training",),
+                dict(
+                    _FLAG,
+                    help="go on with the hosts that are left, from the newest checkpoint (checkpoint.auto_resume)",
+                ),
+            ),
+            (
+                ("--min_elastic_nodes",),
+                {"type": _n_hosts, "metavar": "N", "help": "with at least N hosts (default: 1)"},
+            ),
+            (
+                ("--max_elastic_nodes",),
+                {"type": _n_hosts, "metavar": "N", "help": "with at most N hosts (default: all)"},
+            ),
+            (
+                ("--elastic_grace",),
+                {
+                    "type": float,
+                    "default": 5.0,
+                    "metavar": "SECONDS",
+                    "help": "wait so long for hosts that may come back (default: 5)",
+                },
+            ),
+            (
+                ("--heartbeat",),
+                {"type": float, "metavar": "SECONDS", "help": "a host without a sign for so long is lost (default: 8)"},
+            ),
+            (
+                ("--max_restarts",),
+                {
+                    "type": int,
+                    "default": 10,
+                    "metavar": "N",
+                    "help": "end after so many failures in a row without a checkpoint (default: 10)",
                 },
             ),
         ),
@@ -331,12 +422,7 @@ _OPTIONS = (
     ),
     (
         None,
-        (
-            (("--no_ssh_check",), dict(_FLAG, **_HIDDEN)),
-            (("--elastic_training",), dict(_FLAG, **_HIDDEN)),
-            (("--min_elastic_nodes",), _HIDDEN),
-            (("--max_elastic_nodes",), _HIDDEN),
-        ),
+        ((("--no_ssh_check",), dict(_FLAG, **_HIDDEN)),),
     ),
 )
 

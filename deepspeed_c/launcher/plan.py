@@ -61,6 +61,9 @@ class Plan:
     """Name of this host in the hostfile, if the launch has several."""
     token: str = ""
     """The secret of the run; "": a new one."""
+    n_restarts: int = 0
+    """Rounds of the launch before this."""
+    max_restarts: int = 0
     opens_store: bool = True
     """Whether the ranks' store is on this host: that of rank 0."""
     master_addr: str
@@ -83,11 +86,14 @@ def make_plan(
     place: HostPlace | None = None,
     environment: Mapping[str, str] = {},
     token: str = "",
+    n_restarts: int = 0,
 ) -> Plan:
     """Decide what to start on this host. ``devices`` is for tests: None stands for a host without accelerators.
 
     place: of this host among several; None: it is the only one. environment: more variables for every rank. token: the
-    secret of the run. Raises ``LaunchError`` for every error that the launcher can detect: a missing script, an unknown
+    secret of the run. n_restarts: rounds before this.
+
+    Raises ``LaunchError`` for every error that the launcher can detect: a missing script, an unknown
     host or slot, too few cores, an address of another host, a log folder that cannot be made.
     """
     command = _command(options)
@@ -124,6 +130,8 @@ def make_plan(
         first_rank=place.first_rank,
         host=place.name,
         token=token,
+        n_restarts=n_restarts,
+        max_restarts=options.max_restarts if options.elastic_training else 0,
         opens_store=is_first,
         master_addr=options.master_addr or LOOPBACK,
         master_port=options.master_port,

@@ -30,7 +30,7 @@ from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import get_subprocess_handler
 
-from deepspeed_c.env import RUN_TOKEN, read_env
+from deepspeed_c.env import RUN_TOKEN, STEP_FILE, read_env
 from deepspeed_c.errors import LaunchError
 from deepspeed_c.launcher.job import SIGNALS, new_token
 from deepspeed_c.launcher.meeting import Failure, Meeting
@@ -38,6 +38,7 @@ from deepspeed_c.launcher.output import Output
 from deepspeed_c.launcher.plan import Plan
 from deepspeed_c.listening import is_loopback, listening_socket
 from deepspeed_c.logging import write_line
+from deepspeed_c.step_file import StepFile
 
 __all__ = ["explain", "launch", "open_store", "set_up_logging"]
 
@@ -62,7 +63,8 @@ def launch(plan: Plan, meeting: Meeting | None = None) -> int:
     if meeting is not None:
         master = meeting.begin(master)
         if master is None:
-            return meeting.end(has_all_zeros=False) or 0
+            meeting.end(has_all_zeros=False, was_stopped=True)
+            return 0
     with (
         _pid_file(plan.save_pid),
         Output(
@@ -82,6 +84,7 @@ def launch(plan: Plan, meeting: Meeting | None = None) -> int:
             ranks.abandon()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+            ranks.close_step_files()
         for path in output.log_paths:
             logger.info("log: %s", path)
         return code
@@ -93,8 +96,10 @@ def _supervise(ranks: _RankProcesses, plan: Plan, output: Output, meeting: Meeti
         for rank, pid in ranks.pids().items():
             logger.info("rank %d is process %d: %s", plan.first_rank + rank, pid, shlex.join(plan.ranks[rank].command))
         while (result := ranks.wait(timeout=0)) is None:
-            if meeting is not None and _ends_by_order(ranks, plan, output, meeting):
-                return _end(ranks, meeting)
+            if meeting is not None:
+                ranks.note_progress(meeting)
+                if _ends_by_order(ranks, plan, output, meeting):
+                    return _end(ranks, meeting, was_stopped=True)
             time.sleep(POLL_SECONDS)
         _ignore_signals()  # all ranks have ended: there is no process to pass a signal to
     except SignalException as stop:
@@ -105,7 +110,7 @@ def _supervise(ranks: _RankProcesses, plan: Plan, output: Output, meeting: Meeti
             if not ranks.have_all_zeros():  # not by an order, so nobody else knows (scancel, or kill on one host)
                 how = f"host {meeting.name}: its agent was ended by {stop.sigval.name}"
                 meeting.fail(Failure(meeting.name, 128 + stop.sigval, how))
-            return _end(ranks, meeting, 128 + stop.sigval)
+            return _end(ranks, meeting, 128 + stop.sigval, is_leaving=True)
         if ranks.have_all_zeros():
             write_line("deepspeed_c: all ranks ended by themselves, with exit code 0", sys.stderr)
             return 0
@@ -128,22 +133,33 @@ def _ends_by_order(ranks: _RankProcesses, plan: Plan, output: Output, meeting: M
     """Whether the launching command ended the ranks of this host: by a signal, after a failure elsewhere, or because
     it is lost.
     """
-    orders, problem = meeting.orders, meeting.lost()
+    orders, problem, must_stop = meeting.orders, meeting.lost(), meeting.must_stop()
     if problem:
         write_line(f"deepspeed_c: host {meeting.name}: {problem}; its ranks are stopped", sys.stderr)
-    if not (problem or orders.stop or orders.signal):
+    if not (problem or must_stop or orders.signal):
         return False
-    number = orders.signal if orders.signal and not orders.stop else signal.SIGTERM
-    grace = plan.grace if orders.signal and not problem else FAILURE_GRACE_SECONDS
+    number = orders.signal if orders.signal and not must_stop else signal.SIGTERM
+    are_well = orders.signal or (orders.is_gentle and not (problem or orders.kill))
+    grace = plan.grace if are_well and not problem else FAILURE_GRACE_SECONDS
     ranks.stop(signal.Signals(number), grace, is_hurried=lambda: meeting.orders.kill)
     output.finish()
     return True
 
 
-def _end(ranks: _RankProcesses, meeting: Meeting, code: int = EXIT_LOST) -> int:
+def _end(
+    ranks: _RankProcesses,
+    meeting: Meeting,
+    code: int = EXIT_LOST,
+    *,
+    was_stopped: bool = False,
+    is_leaving: bool = False,
+) -> int:
     """Report that the ranks of this host have ended. Returns the exit code of the launch; ``code`` if nobody says."""
-    _ignore_signals()
-    said = meeting.end(has_all_zeros=ranks.have_all_zeros())
+    if not meeting.is_elastic:  # otherwise a host may leave while it waits for the next round
+        _ignore_signals()
+    ranks.note_progress(meeting)
+    meeting.end(has_all_zeros=ranks.have_all_zeros(), was_stopped=was_stopped, is_leaving=is_leaving)
+    said = meeting.orders.code
     return code if said is None else said
 
 
@@ -175,19 +191,26 @@ class _RankProcesses(SubprocessContext):
             # With this variable, torch's env:// rendezvous joins the launcher's store instead of opening another at the
             # port
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RESTART_COUNT": str(plan.n_restarts),
+            "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
             "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
             # Passed in the environment, which only this user can read. Every user can read a command line.
             RUN_TOKEN: plan.token or new_token(),
             **_network_environment(master[0]),
             **_terminal_size(),
         }
+        self._step_files: list[StepFile] = []
+        if meeting is not None and meeting.is_elastic:
+            paths = [os.path.join(folder, f"step{i}") for i in range(len(plan.ranks))]
+            self._step_files = [StepFile.create(path) for path in paths]
+            steps = [{STEP_FILE: path} for path in paths]
+        else:
+            steps = [{}] * len(plan.ranks)
         super().__init__(
             name="rank",
             entrypoint=plan.ranks[0].command[0],
             args={i: rank.command[1:] for i, rank in enumerate(plan.ranks)},
-            envs={i: {**shared, **rank.environment} for i, rank in enumerate(plan.ranks)},
+            envs={i: {**shared, **steps[i], **rank.environment} for i, rank in enumerate(plan.ranks)},
             logs_specs=_LogsSpecs(output, folder),
         )
 
@@ -249,6 +272,15 @@ class _RankProcesses(SubprocessContext):
         """The exit code of each rank, in the form of ``Popen.returncode``."""
         return [handler.proc.poll() for handler in self.subprocess_handlers.values()]
 
+    def note_progress(self, meeting: Meeting) -> None:
+        """Tell the chair what the first rank of this host has written to its step file."""
+        if self._step_files:
+            meeting.note(self._step_files[0].n_saves, self._step_files[0].min_seconds)
+
+    def close_step_files(self) -> None:
+        for file in self._step_files:
+            file.close()
+
     def have_all_zeros(self) -> bool:
         """Whether all ranks have ended with exit code 0."""
         return all(code == 0 for code in self.exit_codes())
@@ -270,6 +302,7 @@ class _RankProcesses(SubprocessContext):
             f"rank {self._plan.first_rank + i} (process {process.pid}{on}) {how}",
             tail=self._output.tail(i) if has_tail else "",
             log=self._output.log_paths[i] if self._output.log_paths else "",
+            step=self._step_files[i].step if self._step_files else 0,
         )
 
     def kill_groups(self) -> None:

@@ -35,12 +35,18 @@ class PdshRunner(HostRunner):
         return True
 
     def start(self, job: Job, job_file: str) -> Start:
+        return self._start(job, job_file, job.hosts)
+
+    def start_again(self, job: Job, job_file: str, host: str) -> Start:
+        return self._start(job, job_file, [host])
+
+    def _start(self, job: Job, job_file: str, hosts: Iterable[str]) -> Start:
         remote = f"cd {shlex.quote(job.folder)} && exec {shlex.join(self.agent(job, '--host'))} {HOST}"
         if path := job.environment.get("PYTHONPATH"):
             remote = f"export PYTHONPATH={shlex.quote(path)}; {remote}"
         # The user's shell on the host may be of any kind, so it only starts sh.
         remote = f"exec sh -c {shlex.quote(remote)}"
-        return Start(pdsh_command(job.hosts, job.options.ssh_port, remote, *self.more_words(job), stdin=job_file))
+        return Start(pdsh_command(hosts, job.options.ssh_port, remote, *self.more_words(job), stdin=job_file))
 
 
 def pdsh_command(

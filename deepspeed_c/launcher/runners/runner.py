@@ -50,6 +50,16 @@ class HostRunner(ABC):
         """How to start the agents of ``job``, which ``job_file`` holds as JSON. Raises LaunchError where the program
         cannot do what the job asks."""
 
+    def start_again(self, job: Job, job_file: str, host: str) -> Start:
+        """How to start the agent of one host anew, while the others run. Raises LaunchError where the program cannot:
+        it ends all agents when one host is lost.
+        """
+        raise LaunchError(
+            "ends the agents of all hosts when one host is lost",
+            where=f"--launcher {self.name} --elastic_training",
+            fix="use pdsh, or --no_ssh on each host",
+        )
+
     def allocated(self, options: Options) -> dict[str, int] | None:
         """Host -> its number of slots, in the allocation of the batch system that the launching command is in. None if
         it is in no allocation. Raises LaunchError if the allocation does not say the number of slots.

@@ -94,6 +94,13 @@ def test_world_info_that_is_broken(text, launched, capsys):
     assert "--world_info" in capsys.readouterr().err and launched == []
 
 
+def test_elastic_training_is_asked_for_by_its_name_there(launched):
+    words = ["--enable_elastic_training", "--min_elastic_nodes", "2", "--max_elastic_nodes", "-1", "train.py"]
+    assert main([f"--world_info={encode_world_info({'a': [0], 'b': [0]})}", *words]) == 5
+    ((options, _),) = launched
+    assert (options.elastic_training, options.min_elastic_nodes, options.max_elastic_nodes) == (True, 2, None)
+
+
 def test_world_info_is_what_was_encoded():
     hosts = {"worker-1": [3, 0], "worker-0": [1]}
     assert list(decode_world_info(encode_world_info(hosts)).items()) == [("worker-1", [0, 3]), ("worker-0", [1])]
@@ -102,7 +109,6 @@ def test_world_info_is_what_was_encoded():
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--enable_elastic_training", "train.py"], "elastic"),
         (["--max_elastic_nodes", "4", "train.py"], "elastic"),
         (["--nothing", "train.py"], "--nothing"),
         ([], "which script?"),

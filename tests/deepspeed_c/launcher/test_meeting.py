@@ -11,8 +11,10 @@ import pytest
 from torch.distributed import DistError, TCPStore
 
 from deepspeed_c.errors import LaunchError
+from deepspeed_c.launcher import chair as chair_module
 from deepspeed_c.launcher import meeting as module
-from deepspeed_c.launcher.meeting import Chair, Failure, Meeting, connect
+from deepspeed_c.launcher.chair import Chair, RoundPolicy
+from deepspeed_c.launcher.meeting import Failure, Meeting, connect
 
 SECONDS = 200
 NAMES = ["a", "b", "c"]
@@ -27,8 +29,10 @@ def store():
 def agents(store):
     made = []
 
-    def make(*numbers, secret="s"):
-        found = [Meeting(connect(("127.0.0.1", store.port)), secret, NAMES[i], i, len(NAMES)) for i in numbers]
+    def make(*numbers, secret="s", **options):
+        found = [
+            Meeting(connect(("127.0.0.1", store.port)), secret, NAMES[i], i, len(NAMES), **options) for i in numbers
+        ]
         made.extend(found)
         return found
 
@@ -46,18 +50,26 @@ def until(condition, chair, seconds=SECONDS):
         time.sleep(0.01)
 
 
-def begun(agents, chair):
+def begun(agents, chair, **options):
     """All three agents, after the ranks may begin."""
-    made = agents(0, 1, 2)
+    made = agents(0, 1, 2, **options)
+    begin(made, (0, 1, 2), chair)
+    return made
+
+
+def begin(made, members, chair):
+    """The next round of these agents begins, with the hosts ``members``."""
+    until(lambda: all(agent._next_orders() for agent in made), chair)
+    assert [agent.next_round() for agent in made] == [members] * len(made)
     made[0]._tell(master=("10.0.0.1", 77))
     until(lambda: all(agent.orders.master for agent in made), chair)
     for agent in made:
         assert agent.begin(("10.0.0.1", 77) if agent is made[0] else None) == ("10.0.0.1", 77)
-    return made
 
 
-def chair_of(store, secret="s"):
-    return Chair(store, secret, NAMES, lambda name: f"said of {name}")
+def chair_of(store, secret="s", lost_s=module.LOST_SECONDS, **options):
+    rounds = {"min_hosts": 3, "max_hosts": 3, "max_restarts": 0, "grace_s": 0.0, "is_elastic": False, **options}
+    return Chair(store, secret, NAMES, lambda name: f"said of {name}", rounds=RoundPolicy(lost_s=lost_s, **rounds))
 
 
 def test_all_end_with_0(store, agents):
@@ -68,7 +80,10 @@ def test_all_end_with_0(store, agents):
         agent._tell(state="ended", has_all_zeros=True)
     until(lambda: chair.is_over, chair)
     assert (chair.code, chair.failure) == (0, None)
-    assert [agent.end(has_all_zeros=True) for agent in made] == [0, 0, 0]
+    for agent in made:
+        agent.end(has_all_zeros=True)
+    assert [agent.next_round() for agent in made] == [None] * 3
+    assert [agent.orders.code for agent in made] == [0, 0, 0]
 
 
 def test_the_first_of_two_failures_is_told(store, agents):
@@ -100,10 +115,9 @@ def test_a_signal_reaches_all(store, agents, zeros, code):
     assert chair.code == code
 
 
-def test_a_chair_that_stood_still_takes_nobody_for_lost(store, agents, monkeypatch):
-    chair = chair_of(store)
-    made = begun(agents, chair)
-    monkeypatch.setattr(module, "LOST_SECONDS", 0.5)
+def test_a_chair_that_stood_still_takes_nobody_for_lost(store, agents):
+    chair = chair_of(store, lost_s=0.5)
+    made = begun(agents, chair, lost_s=0.5)
     for agent in made:
         agent.close()
     time.sleep(1.5)  # as after SIGSTOP and SIGCONT: neither side has said anything
@@ -112,10 +126,9 @@ def test_a_chair_that_stood_still_takes_nobody_for_lost(store, agents, monkeypat
     until(lambda: chair.failure is not None, chair)  # but now they are silent while the chair is awake
 
 
-def test_a_silent_agent_is_lost(store, agents, monkeypatch):
-    chair = chair_of(store)
+def test_a_silent_agent_is_lost(store, agents):
+    chair = chair_of(store, lost_s=2.0)
     made = begun(agents, chair)
-    monkeypatch.setattr(module, "LOST_SECONDS", 2.0)
     made[1].close()  # writes no more
     until(lambda: chair.failure is not None, chair)
     assert chair.failure.how.startswith("host b: no sign for") and chair.code == 0
@@ -126,15 +139,15 @@ def test_a_silent_agent_is_lost(store, agents, monkeypatch):
     assert chair.code == 1
 
 
-def test_a_silent_chair_is_lost(store, agents, monkeypatch):
+def test_a_silent_chair_is_lost(store, agents):
     chair = chair_of(store)
-    (agent, *_) = begun(agents, chair)
-    monkeypatch.setattr(module, "LOST_SECONDS", 0.5)
+    (agent, *_) = begun(agents, chair, lost_s=2.0)
     deadline = time.monotonic() + SECONDS
     while not agent.lost() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "nothing was heard" in agent.lost()
-    assert agent.end(has_all_zeros=True) is None
+    agent.end(has_all_zeros=True)
+    assert agent.next_round() is None and agent.orders.code is None
 
 
 def test_a_store_that_has_gone_is_noticed_at_once(agents, store):
@@ -157,7 +170,7 @@ class _Broken:
 
 
 def test_a_host_that_does_not_come_is_named(store, agents, monkeypatch):
-    monkeypatch.setattr(module, "COME_SECONDS", 0.3)
+    monkeypatch.setattr(chair_module, "COME_SECONDS", 0.3)
     chair = chair_of(store)
     agents(0, 2)
     until(lambda: chair.is_over, chair)
@@ -214,7 +227,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 from deepspeed_c.launcher import meeting
 
-meeting._period = lambda n_hosts: 0.0
+meeting.period_of = lambda n_hosts: 0.0
 meeting.STORE_SECONDS = 1
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=200))
 client = meeting.connect(("127.0.0.1", store.port))
@@ -222,9 +235,9 @@ if sys.argv[1] == "long":
     def read(self, key, kind):
         store.add("n_reads", 1)
         client.get("absent")
-    meeting._Signed.read = read
+    meeting.SignedMessages.read = read
 agent = meeting.Meeting(client, "s", "a", 0, 1)
-while not store.check([meeting._report_key(0)]):
+while not store.check([meeting.report_key(0)]):
     pass
 if sys.argv[1] == "long":
     while not store.check(["n_reads"]):

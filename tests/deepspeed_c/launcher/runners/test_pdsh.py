@@ -29,7 +29,7 @@ def job(*words, **values):
 def test_a_job_survives_its_way():
     made = job("--ssh_port", "2222")
     assert Job.from_json(made.to_json()) == made
-    assert made.place(1).first_rank == 2 and made.place(1).world_size == 3
+    assert made.place(1, [0, 1]).first_rank == 2 and made.place(1, [0, 1]).world_size == 3
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"options": {}}', "null"])
