@@ -111,7 +111,8 @@ def initialize(
         ConfigError, BatchSizeError: the configuration is wrong. ModelError, OptimizerError: the model or the optimizer
             is unsuitable.
         CheckpointError, StateError: the folder of ``checkpoint.auto_resume`` holds only damaged checkpoints, or
-            checkpoints of another model.
+            checkpoints of another model. ElasticityConfigError: its newest one is of a run with another section
+            ``elasticity``.
         RankMismatchError: ranks were given different models or configurations. CommError: communication could not be
         set up.
     """

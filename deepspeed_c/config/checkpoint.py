@@ -57,7 +57,8 @@ class Checkpoint(Section, kw_only=True, rename={"is_async": "async"}):
     auto_resume: Annotated[
         str | None,
         acts(
-            "Folder whose newest complete checkpoint initialize loads, if it has one; null: only load_checkpoint loads."
+            "Folder whose newest complete checkpoint initialize loads, if it has one. A section elasticity that would"
+            " change the batch since the save is refused; load_checkpoint accepts it. null: only load_checkpoint loads."
         ),
     ] = None
     every: Annotated[

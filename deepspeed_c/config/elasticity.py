@@ -20,6 +20,7 @@ from ..errors import ElasticityConfigError, ElasticityError, ElasticityIncompati
 from ..logging import logger
 
 __all__ = [
+    "DECIDING",
     "ElasticityConfig",
     "ElasticityConfigError",
     "ElasticityError",
@@ -47,8 +48,7 @@ _HIGHLY_COMPOSITE = (
 # Valid numbers of ranks that a message names on each side of a number that is not valid.
 _N_NEAREST = 3
 
-# The keys that decide the batch, and the attribute of ElasticityConfig for each.
-_DECIDING = {
+DECIDING = {
     "max_train_batch_size": "max_acceptable_batch_size",
     "micro_batch_sizes": "micro_batches",
     "version": "version",
@@ -58,6 +58,7 @@ _DECIDING = {
     "model_parallel_size": "model_parallel_size",
     "num_gpus_per_node": "num_gpus_per_node",
 }
+"""The keys that decide the batch, and the attribute of ElasticityConfig for each."""
 
 
 class ElasticityConfig:
@@ -305,7 +306,7 @@ def _check_unchanged(section: Mapping[str, Any]) -> None:
     except ElasticityConfigError as error:
         raise ElasticityConfigError(error.what, where=f"{_SEEN}, {error.where}", fix=error.fix) from error
     present = ElasticityConfig(section)
-    for key, name in _DECIDING.items():
+    for key, name in DECIDING.items():
         if getattr(present, name) != getattr(seen, name):
             raise ElasticityConfigError(
                 f"is {getattr(present, name)}, and {getattr(seen, name)} in {_SEEN}, which a scheduler has read",

@@ -534,7 +534,8 @@ class TrainingHost(Reductions, ModelHost):
         ``training_dataloader`` that is set later goes on at the saved place. Collective.
 
         Does nothing without the key, without an optimizer, or if the folder has no checkpoint. Raises CheckpointError
-        if all checkpoints in it are damaged, and StateError if the checkpoint does not fit this model or optimizer.
+        if all checkpoints in it are damaged, StateError if the checkpoint does not fit this model or optimizer, and
+        ElasticityConfigError if its run had another section ``elasticity``; nothing is changed then.
         """
         self._require_open()
         folder = self._config.checkpoint.auto_resume

@@ -18,6 +18,7 @@ from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source, Topolo
 from deepspeed_c.config.checkpoint import Checkpoint
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.engine.checkpoint.contents import Reading, names_of, names_of_all, owned_pieces, param_infos
+from deepspeed_c.engine.checkpoint.kept_section import check_kept_section
 from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
 from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.weights import load_custom
@@ -279,7 +280,8 @@ class Checkpoints:
         """Loads everything from the newest complete checkpoint of ``folder``. Returns (None, {}) if there is none.
 
         A damaged checkpoint is skipped, and the log names it. Raises CheckpointError if all are damaged, because a run
-        that begins anew would replace them.
+        that begins anew would replace them; ElasticityConfigError if the section ``elasticity`` has changed since the
+        save, before anything is overwritten.
         """
         self._ranks.connect()
         candidates, damaged = self._candidates(folder, None)
@@ -298,6 +300,7 @@ class Checkpoints:
             optimizer=True,
             states=bool(self._state.optimizer.units),
             masters=self._zero.load_from_fp32_weights,
+            same_batch=True,
         )
         return self._load_first(module, folder, candidates, options, True, False, None, damaged)
 
@@ -312,8 +315,8 @@ class Checkpoints:
         custom_load_fn: Any,
         damaged: Iterable[str] = (),
     ) -> tuple[str, dict[str, Any]]:
-        """Loads the first of the candidates that is not broken. Raises as ``load_checkpoint``. damaged: what is known to
-        be wrong in the folder."""
+        """Loads the first of the candidates that is not broken. Raises as ``load_checkpoint``. damaged: known
+        problems of the folder."""
         reasons = list(damaged)
         for place, name in candidates:
             for _ in range(LOAD_ATTEMPTS):
@@ -321,6 +324,8 @@ class Checkpoints:
                 source, problem = self._open(place, name, options)
                 if source is not None:
                     with source:
+                        if options.same_batch:
+                            check_kept_section(self._written, source.state.get("config") or {}, source.where)
                         problem = self._load_from(module, source, options, custom_load_fn)
                         if not problem:
                             self.is_half_loaded = True

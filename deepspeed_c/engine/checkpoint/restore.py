@@ -51,6 +51,8 @@ class LoadOptions:
     """Whether to load moments and step counts. An engine without an optimizer has no place for them."""
     masters: bool = True
     """Whether to load the checkpoint's master weights; otherwise masters are made from its 16-bit weights."""
+    same_batch: bool = False
+    """Whether to refuse a checkpoint of a run whose section ``elasticity`` differs."""
 
 
 @dataclass(kw_only=True)

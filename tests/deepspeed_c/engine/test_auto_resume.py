@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from deepspeed_c import errors
+from deepspeed_c.engine.checkpoint.kept_section import check_kept_section
 from deepspeed_c.plan.table import plan_table
 from deepspeed_c.step_file import StepFile
 from tests.deepspeed_c.engine.checkpoint.test_checkpoints import Net, Numbers, differences, make, train, whole_state
@@ -106,6 +107,50 @@ def test_a_checkpoint_of_another_model_is_refused(rank: int, world: int, folder:
         engine.save_checkpoint(folder)
     with pytest.raises(errors.StateError, match="shape"):
         engine_of(folder, model=Net(width=7))
+
+
+SECTION = {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [2, 3], "version": 0.1}
+
+
+def elastic(folder: Any, section: dict[str, Any], model: Any = None, **keys: Any) -> Any:
+    keys["elasticity"] = {"ignore_non_elastic_batch_info": True, **section}  # ``make`` gives a micro-batch
+    return make(2, model=model, checkpoint={"auto_resume": str(folder)} if folder else {}, **keys)
+
+
+@on_ranks(2)
+def test_a_section_elasticity_that_changed_is_refused(rank: int, world: int, folder: str) -> None:
+    with elastic(folder, SECTION) as engine:
+        assert engine.train_batch_size() == 12
+        engine.save_checkpoint(folder)
+    same = {**SECTION, "max_train_batch_size": "12", "min_time": 3, "prefer_large_batch": True}  # other spellings
+    with elastic(folder, same) as engine:
+        assert engine.resumed_from == os.path.join(folder, "global_step0")
+    model, changes = Net(), {"max_train_batch_size": 6, "micro_batch_sizes": [3, 2], "prefer_larger_batch": False}
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for key, value in changes.items():
+        with pytest.raises(errors.ElasticityConfigError) as raised:
+            elastic(folder, {**SECTION, key: value}, model=model)
+        error, before = raised.value, {**SECTION, "prefer_larger_batch": True}[key]
+        assert error.where == f"elasticity.{key}", error
+        assert f"is {value}, and {before} in the run that saved" in error.what, error
+    got = model.state_dict()
+    assert all(torch.equal(weights[name], got[name]) for name in weights), "something was loaded"
+    # A program that loads by itself decides, and a section that is not enabled decides no batch.
+    with elastic(None, {**SECTION, "max_train_batch_size": 6}) as engine:
+        assert engine.load_checkpoint(folder)[0] is not None and engine.train_batch_size() == 6
+    with elastic(folder, {**SECTION, "enabled": False}) as engine:
+        assert engine.resumed_from is not None
+        engine.save_checkpoint(folder, tag="off")
+    with elastic(folder, {**SECTION, "max_train_batch_size": 6}) as engine:
+        assert engine.resumed_from == os.path.join(folder, "off")
+
+
+def test_a_kept_section_that_cannot_be_read_is_named() -> None:
+    kept = {"elasticity": {**SECTION, "micro_batch_sizes": "many"}}
+    check_kept_section({}, kept, "ckpt/7")  # not compared
+    with pytest.raises(errors.ElasticityConfigError, match="cannot be compared") as raised:
+        check_kept_section({"elasticity": SECTION}, kept, "ckpt/7")
+    assert raised.value.where == "ckpt/7" and "load_checkpoint" in raised.value.fix
 
 
 @on_ranks(2)
