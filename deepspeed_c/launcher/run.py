@@ -135,7 +135,10 @@ def _ends_by_order(ranks: _RankProcesses, plan: Plan, output: Output, meeting: M
     """
     orders, problem, must_stop = meeting.orders, meeting.lost(), meeting.must_stop()
     if problem:
-        write_line(f"deepspeed_c: host {meeting.name}: {problem}; its ranks are stopped", sys.stderr)
+        end = (
+            "; no round follows, because the launching host holds the store of the launch" if meeting.is_elastic else ""
+        )
+        write_line(f"deepspeed_c: host {meeting.name}: {problem}; its ranks are stopped{end}", sys.stderr)
     if not (problem or must_stop or orders.signal):
         return False
     number = orders.signal if orders.signal and not must_stop else signal.SIGTERM

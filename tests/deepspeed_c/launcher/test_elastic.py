@@ -179,6 +179,22 @@ def test_a_pod_leaves_and_comes_back(hosts, tmp_path):
     nothing_is_left(hosts)
 
 
+def test_the_host_of_the_store_cannot_be_lost(hosts, tmp_path):
+    words = ["--hostfile", hosts.hostfile((1, 1)), "--no_ssh", "--master_addr", hosts[0].address, *ELASTIC]
+    first, second = (hosts.launch(i, [*words, "--node_rank", str(i), ORDERLY, str(tmp_path)]) for i in (0, 1))
+    run, pod = Running(first), Running(second)
+    run.wait_for("of 2 in round 1")
+    pod.wait_for("of 2 in round 1")
+    assert hosts.signal(0, "deepspeed_c --hostfile", signal.SIGKILL)
+    assert (run.end(), pod.end()) == ([-signal.SIGKILL], [1]), (run.lines, pod.lines)
+    assert any(
+        "host host-1: the launching command is lost" in line
+        and "no round follows, because the launching host holds the store of the launch" in line
+        for line in pod.lines
+    ), pod.lines
+    nothing_is_left(hosts)
+
+
 def test_one_host_alone_needs_no_ssh(hosts, tmp_path):
     (tmp_path / "fail1-0-1").touch()
     (tmp_path / "go2").touch()
