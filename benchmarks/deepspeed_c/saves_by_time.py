@@ -1,11 +1,11 @@
 """How much longer does training take with ``checkpoint.every`` = 60 s?
 
-The 29M-parameter GPT of ``train_step`` in fp32 on 2 gloo ranks, stage 2: 350 MB of weights and moments. Two engines live
-in the same processes and take turns: one saves by itself every ``--period`` seconds, the other never. A round is the same
-number of steps of each, and the time of the first includes the wait for its last write. Their difference by the number of
-saves is what one save costs, and that does not depend on the period, as long as a write ends within it. So the period is
-short here, and the figure is 60 s over 60 s less the cost of a save. The bound of that cost is a copy of the same
-number of bytes in memory, on both ranks at once.
+The 29M-parameter GPT of ``train_step`` in fp32 on 2 gloo ranks, stage 2: 350 MB of weights and moments. Two engines
+live in the same processes and take turns: one saves by itself every ``--period`` seconds, the other never. A round is
+the same number of steps of each, and the time of the first includes the wait for its last write. The cost of a save
+is their difference by the number of saves. It does not depend on the period, as long as a write ends within the
+period. So the period is short here, and the figure is 60 s over 60 s less the cost of a save. The bound of that cost
+is a copy of the same number of bytes in memory, on both ranks at once.
 Run: python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.deepspeed_c.saves_by_time DIR
 """
 

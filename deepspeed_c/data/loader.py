@@ -340,8 +340,8 @@ class DeepSpeedDataLoader:
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Lets the next ``iter()`` begin ``epoch``, in the order of this epoch. If the epochs are unbroken, the one that
-        follows begins behind the samples that the last round has taken."""
+        """Lets the next ``iter()`` begin ``epoch``, in the order of this epoch. The next one of unbroken epochs begins
+        behind the samples that the last round has taken."""
         following, position = self._next_epoch()
         self._place(epoch, position if epoch == following else 0)
 

@@ -17,9 +17,8 @@ def place_after(epoch: int, position: int, n_samples: int) -> tuple[int, int]:
 
 @final
 class UnbrokenOrder:
-    """The rounds of a rank. A round that begins before the end of an epoch belongs to it, and takes the samples that the
-    epoch lacks from the beginning of the next epoch. So each sample comes once in an epoch, and all rounds have the same
-    size.
+    """The rounds of a rank. A round that begins before the end of an epoch belongs to it, and is filled up from the
+    beginning of the next epoch. So each sample comes once in an epoch, and all rounds have the same size.
     """
 
     def __init__(self, n_samples: int, *, n_ranks: int, rank: int, batch: int, seed: int | None) -> None:

@@ -197,8 +197,8 @@ class MemoryPlan(NamedTuple):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the rank writes to a checkpoint: weights, masters and optimizer state. Ranks divide among them what
-        each of them holds whole. 0 for an engine that only evaluates."""
+        """The rank's bytes in a checkpoint: weights, masters and optimizer state. Ranks share out the tensors that each
+        of them holds whole. 0 for an engine that only evaluates."""
         if "step" not in self.phases:
             return 0
         kinds, sharding = self.phases["step"].kinds, STAGES[self.stage]

@@ -47,7 +47,6 @@ __all__ = [
     "remove_tree",
     "replace_durably",
     "sync_path",
-    "tags_by_age",
     "write_durably",
     "write_latest",
 ]
@@ -271,11 +270,6 @@ def find_tag(save_dir: str, tag: str) -> str:
             if hidden["tag"] == tag and hidden["kind"] == "old":
                 return os.path.join(save_dir, name)
     return final
-
-
-def tags_by_age(save_dir: str) -> list[tuple[str, Manifest]]:
-    """The tags of complete checkpoints of ours under ``save_dir``, the furthest trained first."""
-    return read_tags(save_dir)[0]
 
 
 def read_tags(save_dir: str) -> tuple[list[tuple[str, Manifest]], list[str]]:

@@ -21,7 +21,7 @@ import torch
 
 from deepspeed_c import _C
 from deepspeed_c.checkpoint.native import commit
-from deepspeed_c.checkpoint.native.commit import apply_retention, read_latest, tags_by_age
+from deepspeed_c.checkpoint.native.commit import apply_retention, read_latest, read_tags
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.errors import CheckpointError
 from tests.deepspeed_c.checkpoint.native.crashing import DONE, FAILED, Savers, read_back, values_of
@@ -311,7 +311,7 @@ def test_retention(folder, keep_last, keep_every, expected):
 
 def steps_in(folder: str) -> list[int]:
     assert not any(name.startswith(".") for name in os.listdir(folder)), os.listdir(folder)
-    return sorted(manifest.counters["global_steps"] for _, manifest in tags_by_age(folder))
+    return sorted(manifest.counters["global_steps"] for _, manifest in read_tags(folder)[0])
 
 
 def written(folder: str, tag: str, seconds_ago: float) -> None:
