@@ -16,7 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_c import kv
+from deepspeed_c.accelerator import Accelerator
 from deepspeed_c.errors import ModelError
+from deepspeed_c.inference.v2.deterministic import Deterministic
+from deepspeed_c.kv.group import blocks_of
 from deepspeed_c.rollout.base import RolloutBatch
 from deepspeed_c.rollout.choice import log_probs_of
 from deepspeed_c.rollout.decoding import ForkingEngine, Limits
@@ -50,6 +54,9 @@ class Difference(NamedTuple):
     differs."""
     first_difference: float
     """Of that module's outputs, the largest."""
+    training: Difference | None = None
+    """With ``deterministic``: the difference from a forward as a step of training runs it, with torch's products and
+    the model's own attention. None without it, where the other fields say so."""
 
     @property
     def is_same(self) -> bool:
@@ -62,11 +69,12 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         where = "no module differs" if self.first_module is None else f"first in {self.first_module}"
-        return (
+        text = (
             f"{self.n_tokens} tokens: log-probabilities differ by at most {self.largest:.3g} (mean {self.mean:.3g}),"
             f" of drawn tokens by {self.largest_of_tokens:.3g} (mean {self.mean_of_tokens:.3g});"
             f" bound {self.bound:.3g}; {where}, by {self.first_difference:.3g}"
         )
+        return text if self.training is None else f"{text}\nbeside a step of training, {self.training}"
 
 
 @torch.no_grad()
@@ -77,10 +85,13 @@ def verify_rollout(
 
     The generating path runs as in ``HybridEngineRollout``: the prompt in one forward, then token by token, all rows
     together. The forward of training is the engine's own, of the whole padded batch, in evaluation mode.
-    ``temperature``: of the rollout. ``deterministic``: of its configuration.
+
+    ``temperature``: of the rollout. ``deterministic``: of its configuration. Then products, activations and attention
+    of the forward of whole rows run in the core too. A step of training runs them in torch: ``training`` of the result
+    has the difference from it.
 
     Ranks may have different numbers of rows, also none. Collective as ``engine.generate`` is. Raises ModelError for a
-    batch without responses in all of its rows.
+    batch without responses in all of its rows, FeatureError for ``deterministic`` with a model that cannot.
     """
     n_prompt = _start_of(batch)
     prompts = (batch.input_ids[:, :n_prompt],)
@@ -88,7 +99,17 @@ def verify_rollout(
     with evaluation(engine), engine._generation.run(prompts, kwargs, check=lambda: _check(batch, n_prompt)):
         if not batch.batch_size:
             return Difference(0.0, 0.0, 0.0, 0.0, None, 0.0, 0, None, 0.0)
-        return _compare(engine, batch, n_prompt, temperature, deterministic)
+        mask = batch.attention_mask.cpu() != 0
+        rows = _Rows([ids[is_token] for ids, is_token in zip(batch.input_ids.cpu(), mask)], mask[:, n_prompt:].sum(1))
+        paths = _Paths(engine, deterministic)
+        found = paths.generate(rows)
+
+        trained = paths.train(rows, batch.input_ids, mask)
+        training = _compare(paths, rows, found, trained, paths.train_alone, batch.logprobs, temperature)
+        if not deterministic:
+            return training
+        alike = _compare(paths, rows, found, paths.train_alike(rows), paths.train_alike, batch.logprobs, temperature)
+        return alike._replace(training=training)
 
 
 def _start_of(batch: RolloutBatch) -> int:
@@ -106,89 +127,136 @@ def _check(batch: RolloutBatch, n_prompt: int) -> None:
         )
 
 
-def _compare(engine: Any, batch: RolloutBatch, n_prompt: int, temperature: float, deterministic: bool) -> Difference:
-    mask = batch.attention_mask != 0
-    texts = [ids[is_token].cpu() for ids, is_token in zip(batch.input_ids, mask)]
-    n_new = mask[:, n_prompt:].sum(1).tolist()
-    expected = _train(engine, batch.input_ids, mask)[:, n_prompt - 1 : -1].cpu()
+class _Rows:
+    """Texts without padding, and the numbers of tokens of their responses."""
+
+    def __init__(self, texts: Sequence[torch.Tensor], n_new: torch.Tensor) -> None:
+        self.texts, self.n_new = texts, n_new.tolist()
+
+    def alone(self, row: int) -> _Rows:
+        return _Rows([self.texts[row]], torch.tensor(self.n_new[row : row + 1]))
+
+    @property
+    def n_prompts(self) -> list[int]:
+        return [len(text) - n for text, n in zip(self.texts, self.n_new, strict=True)]
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, padded on the right with 0, bool mask of tokens), both [rows, columns]."""
+        ids = torch.nn.utils.rnn.pad_sequence(list(self.texts), batch_first=True)
+        lengths = torch.tensor([len(text) for text in self.texts])
+        return ids, torch.arange(ids.shape[1]) < lengths[:, None]
+
+
+class _Paths:
+    """The ways to the logits of responses. Each returns a tensor [tokens, words] for each row."""
+
+    def __init__(self, engine: Any, deterministic: bool) -> None:
+        self.engine, self._deterministic = engine, deterministic
+        self._block_bytes: int | None = None
+        self._takes = inspect.signature(engine.module.forward).parameters
+
+    def generate(self, rows: _Rows) -> list[torch.Tensor]:
+        """Token by token, with cached keys."""
+        limits = Limits(rows.n_prompts, 1, max(rows.n_new), None, least_tokens=sum(rows.n_prompts))
+        own = ForkingEngine(TrainedPolicy(self.engine), limits, self._deterministic, self._block_bytes)
+        found: list[list[torch.Tensor]] = [[] for _ in rows.texts]
+        try:
+            self._block_bytes = own.block_bytes
+            for step in range(max(rows.n_new)):
+                going = [row for row, n in enumerate(rows.n_new) if step < n]
+                ends = [rows.n_prompts[row] + step for row in going]
+                pieces = [rows.texts[row][0 if step == 0 else end - 1 : end] for row, end in zip(going, ends)]
+                for row, logits in zip(going, own.put(going, pieces).cpu(), strict=True):
+                    found[row].append(logits)
+        finally:
+            own.destroy()
+        return [torch.stack(each) for each in found]
+
+    def train(self, rows: _Rows, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        """One forward as a step of training runs it. ids, mask: [rows, columns], padded anywhere."""
+        device = self.engine.device
+        inputs: dict[str, Any] = {
+            "input_ids": ids.cpu().masked_fill(~mask, 0).to(device),  # a pad may be no word of the model
+            "attention_mask": mask.long().to(device),
+            "use_cache": False,
+        }
+        if "position_ids" in self._takes:
+            inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0).to(device)
+        return self._responses(rows, mask, self.engine._run((), inputs).logits)
+
+    def train_alone(self, rows: _Rows) -> list[torch.Tensor]:
+        return self.train(rows, *rows.padded())
+
+    def train_alike(self, rows: _Rows) -> list[torch.Tensor]:
+        """One forward of whole rows by the products, activations and attention of the deterministic rollout.
+
+        Padding stands on the right, where no token sees it: sums over keys are made by blocks, which begin with the
+        first key.
+        """
+        engine, (ids, mask) = self.engine, rows.padded()
+        host = Accelerator("cpu")
+        cache = kv.cache.BlockCache(
+            TrainedPolicy(engine).module.config.get_text_config(decoder=True),
+            len(ids) * blocks_of(ids.shape[1]),
+            host.available_memory() // host.device_count(),
+        )
+        with Deterministic(), kv.attention.attention_in_blocks(engine.module):
+            inputs = {"input_ids": ids.to(engine.device), "past_key_values": cache, "use_cache": True}
+            return self._responses(rows, mask, engine._run((), inputs).logits)
+
+    def _responses(self, rows: _Rows, mask: torch.Tensor, logits: torch.Tensor) -> list[torch.Tensor]:
+        places = [is_token.nonzero()[-n - 1 : -1, 0] for is_token, n in zip(mask, rows.n_new, strict=True)]
+        return [own[place].cpu() for own, place in zip(logits, places, strict=True)]
+
+
+def _compare(
+    paths: _Paths,
+    rows: _Rows,
+    found: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    alone: Callable[[_Rows], Any],
+    recorded_log_probs: torch.Tensor | None,
+    temperature: float,
+) -> Difference:
+    """found, expected: logits of each row by the generating path and by another one. alone: the other one, of a row."""
     sums, most, largest_logit, worst, recorded = [0.0, 0.0], [0.0, 0.0], 0.0, (-1.0, 0), 0.0
-    n_words = expected.shape[-1]
-    found, block_bytes = _generate(engine, texts, n_new, deterministic)
-    for row, (text, mine) in enumerate(zip(texts, found, strict=True)):
-        theirs = expected[row, : n_new[row]]
+    for row, (text, mine, theirs) in enumerate(zip(rows.texts, found, expected, strict=True)):
         largest_logit = max(largest_logit, float(theirs.float().abs().max()))
         own, other = log_probs_of(mine, temperature), log_probs_of(theirs, temperature)
-        off, drawn = (own - other).abs(), text[-n_new[row] :, None]
+        off, drawn = (own - other).abs(), text[-len(mine) :, None]
         for i, part in enumerate((off, off.gather(1, drawn))):
             sums[i] += float(part.sum(dtype=torch.float64))
             most[i] = max(most[i], float(part.max()))
         worst = max(worst, (float(off.max()), -row))
-        if batch.logprobs is not None:
-            before = batch.logprobs[row, : n_new[row]].cpu()
+        if recorded_log_probs is not None:
+            before = recorded_log_probs[row, : len(mine)].cpu()
             recorded = max(recorded, float((own.gather(1, drawn)[:, 0] - before).abs().max()))
-    n = sum(n_new)
-    scale = max(temperature, 0.0) or 1.0
-    name, by = _first_difference(engine, texts[-worst[1]], n_new[-worst[1]], deterministic, block_bytes)
+    dtype, n = expected[0].dtype, sum(rows.n_new)
+    name, by = _first_difference(paths, rows.alone(-worst[1]), alone)
     return Difference(
         most[0],
-        sums[0] / (n * n_words),
+        sums[0] / (n * expected[0].shape[-1]),
         most[1],
         sums[1] / n,
-        None if batch.logprobs is None else recorded,
-        _STEPS[expected.dtype] * torch.finfo(expected.dtype).eps * largest_logit / scale,
+        None if recorded_log_probs is None else recorded,
+        _STEPS[dtype] * torch.finfo(dtype).eps * largest_logit / (max(temperature, 0.0) or 1.0),
         n,
         name,
         by,
     )
 
 
-def _train(engine: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """The logits of the forward of training, [rows, tokens, words]."""
-    ids = ids.masked_fill(~mask, 0).to(engine.device)  # a pad may be no word of the model
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask.long().to(engine.device), "use_cache": False}
-    takes = inspect.signature(engine.module.forward).parameters
-    if "position_ids" in takes:
-        inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0).to(engine.device)
-    return engine._run((), inputs).logits
-
-
-def _generate(
-    engine: Any,
-    texts: Sequence[torch.Tensor],
-    n_new: Sequence[int],
-    deterministic: bool,
-    block_bytes: int | None = None,
-) -> tuple[list[torch.Tensor], int]:
-    """(logits [tokens, words] of each row's response by the generating path, the bytes of a block)."""
-    n_prompts = [len(text) - n for text, n in zip(texts, n_new, strict=True)]
-    limits = Limits(n_prompts, 1, max(n_new), None, least_tokens=sum(n_prompts))
-    own = ForkingEngine(TrainedPolicy(engine), limits, deterministic, block_bytes)
-    found: list[list[torch.Tensor]] = [[] for _ in texts]
-    try:
-        for step in range(max(n_new)):
-            rows = [row for row, n in enumerate(n_new) if step < n]
-            ends = [n_prompts[row] + step for row in rows]
-            pieces = [texts[row][0 if step == 0 else end - 1 : end] for row, end in zip(rows, ends)]
-            for row, logits in zip(rows, own.put(rows, pieces).cpu(), strict=True):
-                found[row].append(logits)
-    finally:
-        own.destroy()
-    return [torch.stack(each) for each in found], own.block_bytes
-
-
-def _first_difference(
-    engine: Any, text: torch.Tensor, n_new: int, deterministic: bool, block_bytes: int
-) -> tuple[str | None, float]:
+def _first_difference(paths: _Paths, row: _Rows, alone: Callable[[_Rows], Any]) -> tuple[str | None, float]:
     """(the first module whose outputs differ between both paths for one row, the largest difference of its outputs)."""
-    is_token = torch.ones(1, len(text) - 1, dtype=torch.bool)
-    with _outputs(engine.module) as trained:
-        _train(engine, text[None, :-1], is_token)
-    with _outputs(engine.module) as generated:
-        _generate(engine, [text], [n_new], deterministic, block_bytes)
+    with _outputs(paths.engine.module) as trained:
+        alone(row)
+    with _outputs(paths.engine.module) as generated:
+        paths.generate(row)
     for name, pieces in trained.items():
         mine, theirs = _joined(generated.get(name, [])), _joined(pieces)
         if mine is None or theirs is None or mine.shape[2:] != theirs.shape[2:]:
             continue
+        theirs = theirs[:, : len(row.texts[0]) - 1]  # the generating path does not read the last token
         n = min(mine.shape[1], theirs.shape[1])  # a head computes the last tokens alone
         off = float((mine[:, -n:].double() - theirs[:, -n:].double()).abs().max())
         if off != 0:
