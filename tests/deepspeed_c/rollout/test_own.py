@@ -12,12 +12,19 @@ import torch
 import deepspeed_c
 from deepspeed_c.errors import FeatureError, StateError
 from deepspeed_c.moe.replay import record_routing, replay_routing
-from deepspeed_c.rollout import HybridEngineRollout, HybridEngineRolloutConfig, RolloutBatch, SamplingConfig
+from deepspeed_c.rollout import (
+    HybridEngineRollout,
+    HybridEngineRolloutConfig,
+    RolloutBatch,
+    SamplingConfig,
+    verify_rollout,
+)
 from tests.deepspeed_c.engine.test_families_in_blocks import SIZES
 from tests.deepspeed_c.inject import families
 from tests.deepspeed_c.rollout.test_hybrid import (
     TOKENIZER,
     greedy,
+    log_probs_alone,
     make_engine,
     make_llama,
     make_rollout,
@@ -100,13 +107,15 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
 
 
-def mixture_body(rank: int, world: int, n_ranks: int, is_fit: bool, lengths: tuple[int, ...]) -> list[Any]:
+def mixture_body(
+    rank: int, world: int, n_ranks: int, is_fit: bool, lengths: tuple[int, ...], stage: int = 0
+) -> list[Any]:
     """(batch, routes of the forward of each row alone by name) of an engine with experts over ``n_ranks``."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "expert_parallel": {"enabled": True, "autoep_size": n_ranks},
-        "zero_optimization": {"stage": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 30},
     }
     engine = deepspeed_c.initialize(model=mixtral(), config=config)[0]
     rollout = HybridEngineRollout(engine, MORE)
@@ -141,8 +150,17 @@ def test_the_experts_of_each_token(is_fit: bool) -> None:
     check_routes(*mixture_body(0, 1, 1, is_fit, LENGTHS))
 
 
-def test_experts_on_two_ranks() -> None:
-    for batch, expected in run_ranks(2, mixture_body, 2, True, LENGTHS):
+@pytest.mark.parametrize("stage", [0, 2])
+def test_experts_on_two_ranks(stage: int) -> None:
+    for batch, expected in run_ranks(2, mixture_body, 2, True, LENGTHS, stage):
+        assert batch.batch_size == 6
+        check_routes(batch, expected)
+
+
+@pytest.mark.parametrize("n_ranks, is_fit", [(1, True), (1, False), (2, True)])
+def test_the_experts_of_each_token_with_sharded_weights(n_ranks: int, is_fit: bool) -> None:
+    """Two ranks at stage 3, each with all experts' shards, or with half of the experts."""
+    for batch, expected in run_ranks(2, mixture_body, n_ranks, is_fit, LENGTHS, 3):
         assert batch.batch_size == 6
         check_routes(batch, expected)
 
@@ -157,3 +175,49 @@ def lonely_body(rank: int, world: int) -> str:
 
 def test_a_rank_without_prompts_where_experts_lie_on_both() -> None:
     assert all("rank 0 has no prompts, and experts lie on all ranks" in text for text in run_ranks(2, lonely_body))
+
+
+# -- tensor-parallel ranks -----------------------------------------------------------------------------------------------------
+
+
+def cut_body(rank: int, world: int, stage: int, is_fit: bool) -> list[Any]:
+    """(greedy batch, drawn batch, difference from a forward of training); ranks of one pair have the same prompts."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "tensor_parallel": {"autotp_size": 2},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 30},
+    }
+    engine = deepspeed_c.initialize(model=make_llama(), config=config)[0]
+    rollout = HybridEngineRollout(engine, TOKENIZER)
+    rollout._is_fit = is_fit
+    request = request_of(LENGTHS[rank // 2 :], seed=rank // 2)
+    written = rollout.generate(request, SamplingConfig(9 + 4 * (rank // 2), temperature=0.0))
+    torch.manual_seed(rank)  # tensor-parallel ranks take their seeds from one of them
+    drawn = rollout.generate(request, SamplingConfig(7, temperature=1.2, n_samples_per_prompt=3))
+    found = verify_rollout(engine, drawn, temperature=1.2) if is_fit else None
+    tokens = torch.full((1, 5), 9)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    engine.close()
+    return [written, drawn, found]
+
+
+@pytest.mark.parametrize("n_ranks, stage, is_fit", [(2, 0, True), (2, 0, False), (2, 3, True), (4, 3, True)])
+def test_tensor_parallel_ranks_write_together(n_ranks: int, stage: int, is_fit: bool) -> None:
+    outcome = run_ranks(n_ranks, cut_body, stage, is_fit)
+    plain = make_llama().eval().double()
+    for rank, (written, drawn, found) in enumerate(outcome):
+        request = request_of(LENGTHS[rank // 2 :], seed=rank // 2)
+        assert responses(written) == greedy(request, 9 + 4 * (rank // 2)), rank
+        first = outcome[rank // 2 * 2][1]
+        assert torch.equal(drawn.input_ids, first.input_ids), (rank, drawn.input_ids, first.input_ids)
+        for row, response in enumerate(responses(drawn)):
+            expected = log_probs_alone(plain, drawn, row, 1.2)
+            assert torch.allclose(drawn.logprobs[row, : len(response)].double(), expected, rtol=0, atol=2e-5), (
+                rank,
+                row,
+            )
+        assert found is None or (found.is_within_bound and found.n_tokens == sum(map(len, responses(drawn)))), str(
+            found
+        )
