@@ -102,6 +102,9 @@ class Env:
     elasticity_config: str | None = _Variable("DEEPSPEED_ELASTICITY_CONFIG", None, str)
     """DEEPSPEED_ELASTICITY_CONFIG: the section elasticity, as JSON, by which a scheduler has chosen the ranks."""
 
+    restart_count: int = _Variable("TORCHELASTIC_RESTART_COUNT", 0, int, 0)
+    """TORCHELASTIC_RESTART_COUNT: how often torchrun's agent has started the ranks before."""
+
     visible_devices: str | None = _Variable("CUDA_VISIBLE_DEVICES", None, str)
     """CUDA_VISIBLE_DEVICES: names of the devices that torch may use."""
 

@@ -232,7 +232,7 @@ def _open_store(place: LaunchPlace, init_method: str | None, timeout: timedelta)
     is_host = place.rank == 0 and not has_agent
     listening = _listening_socket(place) if is_host else None
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             place.master_addr,
             place.master_port,
             place.world_size,
@@ -242,6 +242,9 @@ def _open_store(place: LaunchPlace, init_method: str | None, timeout: timedelta)
             multi_tenant=not has_agent,
             master_listen_fd=None if listening is None else listening.detach(),
         )
+        # torchrun starts the ranks anew at the store that those before them have used.
+        attempt = f"deepspeed_c/attempt{read_env().restart_count}of{place.world_size}"
+        return dist.PrefixStore(attempt, store) if has_agent else store
     except RuntimeError as error:
         if is_host:
             raise CommError(

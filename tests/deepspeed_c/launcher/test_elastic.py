@@ -15,7 +15,7 @@ from tests.ssh_hosts import ABSENT, SshHosts, why_no_ssh
 
 ORDERLY = str(Path(__file__).parent / "orderly.py")
 SECONDS = 200
-ELASTIC = ("--elastic_training", "--heartbeat", "2", "--elastic_grace", "1", "--no_local_rank")
+ELASTIC = ("--elastic_training", "--elastic_grace", "1", "--no_local_rank")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,7 +68,7 @@ def nothing_is_left(hosts: SshHosts) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.always
+@pytest.mark.limit(400, reason="waits for the signs of a lost link, and for ssh to notice it")
 def test_a_host_dies_and_comes_back(tmp_path):
     with SshHosts(3) as hosts:
         run = launch(hosts, tmp_path, slots=(1, 2, 1))
@@ -77,7 +77,7 @@ def test_a_host_dies_and_comes_back(tmp_path):
         hosts.signal(1, "launcher.agent", signal.SIGKILL)
         run.wait_for("of 2 in round 2", 2)
         assert any(
-            "host host-1: no sign for 2 s" in line and "round 2 begins with 2 of 3 hosts" in line for line in run.lines
+            "host host-1: no sign for 8 s" in line and "round 2 begins with 2 of 3 hosts" in line for line in run.lines
         ), run.lines
         (tmp_path / "save2").touch()  # before the host is back: not a reason to take it in
         hosts[1].plug()
