@@ -51,6 +51,7 @@ def test_values():
         "log": "debug,json",
         "alias_force": "1",
         "timeout_minutes": 0.5,
+        "restart_count": 0,
         "accelerator": "cpu",
         "run_token": "s3cret",
         "alias_python": None,
