@@ -23,7 +23,7 @@ TERMS = {
     ),
     *(
         "gather unit", "master", "state", "window", "micro-batch", "pass", "boundary", "plan", "source of weights",
-        "driver", "lease", "ledger", "verdict", "home", "cut",
+        "driver", "lease", "ledger", "verdict", "home", "cut", "agent", "chair", "round of a launch",
     ),
 }  # fmt: skip
 
