@@ -19,7 +19,7 @@ _GUARD = str(Path(__file__).with_name("guard.py"))
 @contextmanager
 def ended(process: subprocess.Popen[Any], limit_s: float) -> Iterator[None]:
     """Ends a process that leads a process group (``start_new_session``) when this context ends: by SIGTERM, and after
-    ``limit_s`` seconds by SIGKILL. What is left of its group is killed then. If this process is killed within the
+    ``limit_s`` seconds by SIGKILL. The rest of its group is killed then. If this process is killed within the
     context, ``guard.py`` kills the group."""
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", _GUARD], stdin=subprocess.PIPE, text=True, start_new_session=True

@@ -285,7 +285,9 @@ TORCH_FREE = {
     "logging",
     "threads",
 }
-LOADED_LATE = {ROOT / "deepspeed_c" / "launcher" / name for name in ("run.py", "meeting.py", "chair.py", "presiding.py")}
+LOADED_LATE = {
+    ROOT / "deepspeed_c" / "launcher" / name for name in ("run.py", "meeting.py", "chair.py", "presiding.py")
+}
 
 
 def test_what_starts_without_torch_does_not_name_it():

@@ -1,4 +1,4 @@
-"""What does a curriculum of lengths, or of frequent bytes first, change in the loss after the same number of tokens?
+"""Does a curriculum of lengths, or of frequent bytes first, change the loss after the same number of tokens?
 
 Runs examples/curriculum_gpt.py on 2 ranks: byte-level GPTs of the same first weights are trained without and with a
 curriculum. The losses are those of held-out text, in nats per byte.

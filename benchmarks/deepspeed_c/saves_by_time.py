@@ -27,8 +27,8 @@ import deepspeed_c
 from benchmarks.deepspeed_c.train_step import BATCH, LENGTH, VOCAB, Gpt, seeded
 from benchmarks.measure import in_turn, machine, median_spread, require, require_equal
 
-EVERY_SECONDS = 60.0  # of the figure
-LR = 1e-6  # small: steps repeat one batch
+EVERY_SECONDS = 60.0  # of the figure in the documents
+LR = 1e-6  # small, because steps repeat one batch
 WARMUP = 2
 
 

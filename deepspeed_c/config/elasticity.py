@@ -1,6 +1,6 @@
 """The section ``elasticity``: a global batch that many numbers of ranks can share, and the micro-batch of each of them.
 
-The names, and the numbers that they give, are those of ``deepspeed.elasticity`` in DeepSpeed 0.19.6. Version 0.1 of the
+Names and numbers are the same as in ``deepspeed.elasticity`` of DeepSpeed 0.19.6. Version 0.1 of the
 rules chooses a batch for many numbers of ranks; version 0.2 chooses one for many numbers of whole hosts, and if the
 present number is not among these, a batch for this number alone. Nothing here needs torch.
 """

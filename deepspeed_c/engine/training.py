@@ -204,7 +204,7 @@ class TrainingHost(Reductions, ModelHost):
             )
 
     def _requests(self) -> StepRequests:
-        """What this rank asks for at the end of the present step."""
+        """The requests of this rank at the end of the present step."""
         return StepRequests(
             stop=self._preemption.is_requested(),
             save=self._checkpoints.is_due(),

@@ -93,7 +93,7 @@ def run_host(job: Job, index: int, *, hides_code: bool = False) -> int:
 
 
 def _plan(job: Job, index: int, members: Sequence[int], number: int) -> Plan:
-    """What this host starts in the round of that number."""
+    """The ranks of this host in the round of that number."""
     options = job.options
     address = own_address(job.store[0])
     is_of_another = options.elastic_training and options.master_addr and not is_this_host(options.master_addr)

@@ -2,7 +2,7 @@
 
 [Note: the life of a round] A round is called with the hosts that are there (``members``); it begins when all members
 have answered and the first has said where its ranks meet; it ends when each member's ranks have ended, or the member is
-lost. What follows depends on why it ended:
+lost. Its end decides about another round:
 
     all ranks ended by themselves with exit code 0       the launch is over
     a rank failed, or a member is lost or leaves         another round, where the launch is elastic and may go on
@@ -56,7 +56,7 @@ class RoundPolicy:
 
     @classmethod
     def of(cls, options: Options, n_hosts: int) -> RoundPolicy:
-        """What the options say about a launch on ``n_hosts`` hosts."""
+        """The policy of a launch on ``n_hosts`` hosts, by its options."""
         is_elastic = options.elastic_training
         return cls(
             min_hosts=(options.min_elastic_nodes or 1) if is_elastic else n_hosts,

@@ -115,7 +115,7 @@ def _popen(start: Start) -> subprocess.Popen[bytes]:
 
 @final
 class RunnerProcess:
-    """The runner's program, with threads that pass on what it prints."""
+    """The runner's program, with threads that pass its output on."""
 
     def __init__(self, runner: HostRunner, job: Job) -> None:
         self.name, self._runner, self._job = runner.name, runner, job
@@ -142,7 +142,7 @@ class RunnerProcess:
         return self
 
     def _carry_streams(self, process: subprocess.Popen[bytes], host: str) -> None:
-        """Pass on what a program prints. host: the only one that it is about; "" for all."""
+        """Pass the output of a program on. host: its only host; "" for all."""
         for stream, target in ((process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)):
             # A pipe that a left-behind process holds open is not waited for: its reader is in no C++ code.
             carry = (self._carry, stream, target, host)
@@ -151,7 +151,7 @@ class RunnerProcess:
             self._threads.append(thread)
 
     def start_again(self, host: str) -> None:
-        """Start the agent of a host anew, beside what runs."""
+        """Start the agent of a host anew, beside the others."""
         self._silent.add(host)
         self._again[host] = _popen(self._runner.start_again(self._job, self._job_file, host))
         self._carry_streams(self._again[host], host)
@@ -161,7 +161,7 @@ class RunnerProcess:
         return host in self._again and self._again[host].poll() is None
 
     def show(self, host: str) -> None:
-        """Show what is printed about a host again: its agent has come. Until then, each try would print that the host
+        """Show lines about a host again: its agent has come. Until then, each try would print that the host
         cannot be reached."""
         self._silent.discard(host)
 

@@ -27,23 +27,25 @@ def main(argv: Sequence[str]) -> int:
         launch = experiment_launch(options, argv[: len(argv) - 1 - len(options.script_args)])
         words = tune(launch, has_accelerator=find_devices() is not None)
         return main(words) if options.autotuning == "run" else 0
-    # The modules that start ranks import torch, so help and errors must not need them.
     if options.no_ssh:
-        from deepspeed_c.launcher.without_runner import launch_without_runner
-
-        return launch_without_runner(options, _hosts(options))
+        return _launch_without_runner(options)
     if _names_hosts(options) or options.force_multi:
         hosts = _hosts(options)
         if options.force_multi or len(hosts) > 1 or not all(map(is_this_host, hosts)):
             return launch_on_hosts(options, hosts, runner)
     if options.elastic_training:
-        from deepspeed_c.launcher.without_runner import launch_without_runner
-
-        return launch_without_runner(options, _hosts(options))
+        return _launch_without_runner(options)
     plan = make_plan(options)
     from deepspeed_c.launcher.run import launch
 
     return launch(plan)
+
+
+def _launch_without_runner(options: Options) -> int:
+    # The modules that start ranks import torch, so help and errors must not need them.
+    from deepspeed_c.launcher.without_runner import launch_without_runner
+
+    return launch_without_runner(options, _hosts(options))
 
 
 def experiment_launch(options: Options, words: Sequence[str]) -> Launch:

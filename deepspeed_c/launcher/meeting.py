@@ -88,7 +88,7 @@ class Report(msgspec.Struct, frozen=True):
     round: int = 0
     """The last round that this host was a member of; all below is about this round. 0: of none yet."""
     master: tuple[str, int] | None = None
-    """Of the round's first host: where its ranks listen."""
+    """Of the round's first host: address and port of its first rank."""
     failure: Failure | None = None
     has_all_zeros: bool = False
     """Whether all ranks of the host have ended with exit code 0."""
@@ -97,9 +97,9 @@ class Report(msgspec.Struct, frozen=True):
     is_leaving: bool = False
     """Whether this agent was asked to end by a signal of its own host."""
     n_saves: int = 0
-    """Checkpoints of which the host's first rank has seen that they are complete."""
+    """Complete checkpoints, as the host's first rank counts them."""
     min_seconds: int = 0
-    """What the configuration says about the least length of a round."""
+    """Least length of a round, by the configuration."""
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -292,7 +292,7 @@ class Meeting:
         return f"nothing was heard from the launching command for {silent:.0f} s" if silent > self._lost_s else ""
 
     def note(self, n_saves: int, min_seconds: int) -> None:
-        """What the host's first rank says in its step file goes out with the next report."""
+        """Numbers from the step file of the host's first rank go out with the next report."""
         with self._lock:
             self._report = msgspec.structs.replace(self._report, n_saves=n_saves, min_seconds=min_seconds)
 

@@ -63,7 +63,7 @@ class _Starter:
         self._due.setdefault(host, time.monotonic() + FIRST_TRY_SECONDS)
 
     def step(self, chair: Chair) -> None:
-        """Start what is due."""
+        """Start agents that are due."""
         now = time.monotonic()
         for host, due in list(self._due.items()):
             if self._process.is_starting_again(host):

@@ -100,7 +100,7 @@ def verify_rollout(
         if not batch.batch_size:
             return Difference(0.0, 0.0, 0.0, 0.0, None, 0.0, 0, None, 0.0)
         mask = batch.attention_mask.cpu() != 0
-        rows = _Rows([ids[is_token] for ids, is_token in zip(batch.input_ids.cpu(), mask)], mask[:, n_prompt:].sum(1))
+        rows = _Texts([ids[is_token] for ids, is_token in zip(batch.input_ids.cpu(), mask)], mask[:, n_prompt:].sum(1))
         paths = _Paths(engine, deterministic)
         found = paths.generate(rows)
 
@@ -127,14 +127,14 @@ def _check(batch: RolloutBatch, n_prompt: int) -> None:
         )
 
 
-class _Rows:
+class _Texts:
     """Texts without padding, and the numbers of tokens of their responses."""
 
     def __init__(self, texts: Sequence[torch.Tensor], n_new: torch.Tensor) -> None:
         self.texts, self.n_new = texts, n_new.tolist()
 
-    def alone(self, row: int) -> _Rows:
-        return _Rows([self.texts[row]], torch.tensor(self.n_new[row : row + 1]))
+    def alone(self, row: int) -> _Texts:
+        return _Texts([self.texts[row]], torch.tensor(self.n_new[row : row + 1]))
 
     @property
     def n_prompts(self) -> list[int]:
@@ -155,7 +155,7 @@ class _Paths:
         self._block_bytes: int | None = None
         self._takes = inspect.signature(engine.module.forward).parameters
 
-    def generate(self, rows: _Rows) -> list[torch.Tensor]:
+    def generate(self, rows: _Texts) -> list[torch.Tensor]:
         """Token by token, with cached keys."""
         limits = Limits(rows.n_prompts, 1, max(rows.n_new), None, least_tokens=sum(rows.n_prompts))
         own = ForkingEngine(TrainedPolicy(self.engine), limits, self._deterministic, self._block_bytes)
@@ -172,7 +172,7 @@ class _Paths:
             own.destroy()
         return [torch.stack(each) for each in found]
 
-    def train(self, rows: _Rows, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    def train(self, rows: _Texts, ids: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
         """One forward as a step of training runs it. ids, mask: [rows, columns], padded anywhere."""
         device = self.engine.device
         inputs: dict[str, Any] = {
@@ -184,10 +184,10 @@ class _Paths:
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0).to(device)
         return self._responses(rows, mask, self.engine._run((), inputs).logits)
 
-    def train_alone(self, rows: _Rows) -> list[torch.Tensor]:
+    def train_alone(self, rows: _Texts) -> list[torch.Tensor]:
         return self.train(rows, *rows.padded())
 
-    def train_alike(self, rows: _Rows) -> list[torch.Tensor]:
+    def train_alike(self, rows: _Texts) -> list[torch.Tensor]:
         """One forward of whole rows by the products, activations and attention of the deterministic rollout.
 
         Padding stands on the right, where no token sees it: sums over keys are made by blocks, which begin with the
@@ -204,17 +204,17 @@ class _Paths:
             inputs = {"input_ids": ids.to(engine.device), "past_key_values": cache, "use_cache": True}
             return self._responses(rows, mask, engine._run((), inputs).logits)
 
-    def _responses(self, rows: _Rows, mask: torch.Tensor, logits: torch.Tensor) -> list[torch.Tensor]:
+    def _responses(self, rows: _Texts, mask: torch.Tensor, logits: torch.Tensor) -> list[torch.Tensor]:
         places = [is_token.nonzero()[-n - 1 : -1, 0] for is_token, n in zip(mask, rows.n_new, strict=True)]
         return [own[place].cpu() for own, place in zip(logits, places, strict=True)]
 
 
 def _compare(
     paths: _Paths,
-    rows: _Rows,
+    rows: _Texts,
     found: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
-    alone: Callable[[_Rows], Any],
+    alone: Callable[[_Texts], Any],
     recorded_log_probs: torch.Tensor | None,
     temperature: float,
 ) -> Difference:
@@ -246,7 +246,7 @@ def _compare(
     )
 
 
-def _first_difference(paths: _Paths, row: _Rows, alone: Callable[[_Rows], Any]) -> tuple[str | None, float]:
+def _first_difference(paths: _Paths, row: _Texts, alone: Callable[[_Texts], Any]) -> tuple[str | None, float]:
     """(the first module whose outputs differ between both paths for one row, the largest difference of its outputs)."""
     with _outputs(paths.engine.module) as trained:
         alone(row)

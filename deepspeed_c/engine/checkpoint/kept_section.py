@@ -15,8 +15,8 @@ __all__ = ["check_kept_section"]
 
 
 def check_kept_section(config: Mapping[str, Any], kept: Mapping[str, Any], where: str) -> None:
-    """Compares the section ``elasticity`` of a run's configuration with that of the run which saved a checkpoint. Only
-    the keys that decide the batch count, and only if the section is enabled in both.
+    """Compares the sections ``elasticity`` of this run and of the run before, which saved a checkpoint. Only the keys
+    that decide the batch count, and only if both sections are enabled.
 
     Args:
         config: the configuration of this run, as given.

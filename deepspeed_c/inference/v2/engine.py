@@ -51,7 +51,7 @@ _MOST_ON_ONE_THREAD = 1 << 20
 
 
 class EngineLimits(NamedTuple):
-    """What an engine has room for. A scheduler plans within these numbers."""
+    """The room of an engine. A scheduler plans within these numbers."""
 
     n_blocks: int
     """Blocks of keys and values of one group of layers."""

@@ -44,7 +44,7 @@ WRONG = [
 
 
 def load(source: Path) -> Any:
-    """The module ``elasticity`` of a DeepSpeed source, below packages that hold only what it imports."""
+    """The module ``elasticity`` of a DeepSpeed source, below packages that hold only its imports."""
     for name, path in (("deepspeed", source / "deepspeed"), ("deepspeed.elasticity", source / "deepspeed/elasticity")):
         package = types.ModuleType(name)
         package.__path__ = [str(path)]

@@ -1,5 +1,5 @@
-"""The section elasticity: its numbers against those of DeepSpeed 0.19.6 and brute force, what it refuses, and the batch
-that it gives to a configuration."""
+"""The section elasticity: its numbers against DeepSpeed 0.19.6 and brute force, its errors, and the batch of a
+configuration."""
 
 from __future__ import annotations
 

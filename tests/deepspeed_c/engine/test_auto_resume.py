@@ -59,7 +59,7 @@ def test_initialize_goes_on_where_the_folder_ends(rank: int, world: int, folder:
         train(engine, range(2, 3))
         got = whole_state(engine)
         assert differences(expected, got) == []
-        # A program that loads by itself loads what it names.
+        # A program may load another checkpoint by itself.
         assert engine.load_checkpoint(folder, tag="other")[0] == os.path.join(folder, "other")
         assert engine.global_steps == 3
     model = torch.nn.Linear(2, 2)
@@ -288,7 +288,7 @@ def test_a_signal_saves_to_the_folder_of_auto_resume(rank: int, world: int, fold
         assert engine.global_steps == 4 and engine.client_state == {"words": "mine"}
 
 
-# -- what the launcher is told ------------------------------------------------------------------------------------------
+# -- the step file of the launcher --------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 BATCH = 12
 N_STEPS = 11
 # Ranks of each round, the last step that it saves, and the micro-batches that it does after this step and that are lost.
-# The second round saves once more within the window in which it ends.
+# The second round saves once more within its last window.
 ROUNDS = ((4, 3, 5), (3, 5, 2), (2, 7, 0), (1, N_STEPS, 0))
 
 
@@ -66,7 +66,7 @@ def efficiency_of(n_epochs: int = 30) -> dict[str, Any]:
 def run(
     rank: int, world: int, folder: str, kind: str, stage: int, n: int, last: int, n_lost: int, saves_within: bool
 ) -> Any:
-    """A round. Returns what this rank did in each step up to ``last``, and all samples that the history knows."""
+    """A round. Returns this rank's part of each step up to ``last``, and all samples that the history knows."""
     efficiency = efficiency_of() if kind == "in turn" else None
     data = Numbered(n)
     engine = deepspeed_c.initialize(
@@ -118,7 +118,7 @@ def run(
 
 
 def together(results: list[Any]) -> dict[int, tuple[list[int], float, list[float]]]:
-    """What all ranks did in each step."""
+    """Samples, loss and learning rates of each step, over all ranks."""
     tables = [told for told, _, _ in results]
     return {
         step: (sorted(itertools.chain.from_iterable(table[step][0] for table in tables)), *tables[0][step][1:])

@@ -1,6 +1,6 @@
 """A training script of an elastic launch in the tests. It has no line about restarts: ``checkpoint.auto_resume`` does all.
 
-elastic_steps.py FOLDER STEPS STAGE. Each rank appends what it does in a step to FOLDER/roundN-rankR. Steps are slow until
+elastic_steps.py FOLDER STEPS STAGE. Each rank appends its part of a step to FOLDER/roundN-rankR. Steps are slow until
 FOLDER/hurry exists.
 """
 

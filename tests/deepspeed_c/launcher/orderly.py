@@ -1,4 +1,4 @@
-"""A rank of an elastic launch in the tests: says that it is up, and does what files of a folder tell. Needs no torch.
+"""A rank of an elastic launch in the tests: says that it is up, and obeys files of a folder. Needs no torch.
 
 orderly.py FOLDER. Files, with N the number of the round from 1: saveN, againN (note a first and a second checkpoint),
 goN (end with exit code 0), failN-RANK-STEP (note the step, then end with exit code 9).

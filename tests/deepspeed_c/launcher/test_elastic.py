@@ -102,7 +102,7 @@ def made_hosts():
 
 @pytest.fixture
 def hosts(made_hosts):
-    """Two hosts; what a failed test leaves there is killed."""
+    """Two hosts; processes that a failed test leaves there are killed."""
     yield made_hosts
     for i in range(len(made_hosts)):
         for text in reversed(TEXTS):

@@ -1,4 +1,4 @@
-"""Agents and the chair at one store: who decides what, also when one of them falls silent."""
+"""Agents and the chair at one store: their decisions, also when one of them falls silent."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_store_that_has_gone_is_noticed_at_once(agents, store):
     chair = chair_of(store)
     made = begun(agents, chair)
     del chair
-    # The fixture's store lives on; a closed connection is what a killed launching command leaves.
+    # The fixture's store lives on; a killed launching command leaves a closed connection.
     made[0]._store = None
     made[0]._signed = _Broken()
     made[0]._wake()
