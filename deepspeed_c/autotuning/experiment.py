@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed")
+_OF_RUNS = ("auto_resume", "every", "preemption")
 _TAIL_LINES = 20
 _STOP_SECONDS = 40.0  # more than the launcher gives its ranks
 _MEASURED = ("enabled", "start_profile_step", "end_profile_step", "metric")
@@ -65,7 +66,7 @@ class Launch(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of a candidate: its metrics, or why it has none."""
+    """Result of a candidate: its metrics, or why it has none."""
 
     name: str
     metrics: dict[str, Any] | None = None
@@ -132,6 +133,9 @@ def prepare(candidate: Candidate, launch: Launch, folder: Path, mappings: Mappin
     """Writes the candidate's configuration into its folder, and returns the script's arguments."""
     config = {**candidate.config, "autotuning": dict(candidate.config["autotuning"])}
     config["autotuning"]["metric_path"] = metric_path(folder)
+    if isinstance(config.get("checkpoint"), Mapping):
+        # An experiment neither goes on from the user's checkpoints nor adds its own to them.
+        config["checkpoint"] = {key: value for key, value in config["checkpoint"].items() if key not in _OF_RUNS}
     path = folder / "ds_config.json"
     write_json(path, config)
     return arguments_for(launch.arguments, str(path), config, mappings)

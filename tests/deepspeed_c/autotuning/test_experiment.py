@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_c.autotuning.experiment import Launch, run_experiment
+from deepspeed_c.autotuning.experiment import Launch, prepare, run_experiment
 from deepspeed_c.autotuning.progress import ProgressBar
 from deepspeed_c.autotuning.space import make_space
 from deepspeed_c.cgroups import memory_group
@@ -71,6 +71,16 @@ def test_steps_prolong_an_experiment_and_are_watched(tmp_path):
     result = run_experiment(with_limit(0.07), shell(script), tmp_path, {}, seen.append)
     assert not result.is_stuck and result.metrics == {} and result.seconds > 0.07 * 60
     assert seen == sorted(seen) and seen[0] == 0 and set(seen) <= set(range(7)) and len(set(seen)) > 2
+
+
+def test_an_experiment_leaves_the_checkpoints_of_the_run_alone(tmp_path):
+    found = candidate(1)
+    section = {"auto_resume": "saved", "every": "60s", "preemption": {"enabled": True}, "keep_last": 3}
+    found = found._replace(config={**found.config, "checkpoint": section})
+    words = prepare(found, shell("true"), tmp_path, {})
+    written = json.loads((tmp_path / "ds_config.json").read_text())
+    assert words == ["--deepspeed_config", str(tmp_path / "ds_config.json")]
+    assert written["checkpoint"] == {"keep_last": 3}, written
 
 
 def test_half_written_steps_are_no_step(tmp_path):
