@@ -553,6 +553,14 @@ BENCHMARKS = [
         "--tokens 64 --words 512 --rounds 1",
         n_ranks=2,
     ),
+    _script(
+        "distill_loss",
+        "cores",
+        "benchmarks/ops/distill_loss.py",
+        (*CORES, "csrc/nn", "ops/divergence.py", "deepspeed_c/distill.py"),
+        60,
+        "--tokens 16 --words 512 --rounds 1",
+    ),
     _script("pool_step", "cores", "benchmarks/ops/pool_step.py", (*CORES, "ops"), 40, "--params 5e6 --rounds 1"),
     _script(
         "cuda_step",
@@ -636,6 +644,7 @@ BENCHMARKS = [
     ),
     _script("launch", "starting", "benchmarks/launcher/noop.py", STARTING, 110, "--rounds 1"),
     _script("launch_on_hosts", "starting", "benchmarks/launcher/two_hosts.py", STARTING, 120, "--rounds 1"),
+    _script("lost_host", "starting", "benchmarks/launcher/lost_host.py", STARTING, 400, "--rounds 1"),
 ]
 
 
