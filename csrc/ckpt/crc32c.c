@@ -45,8 +45,7 @@ static struct shift shift_long; /* maps a register to its value after LONG_BYTES
 static struct shift shift_short;
 static bool has_instruction;
 
-/* a(x) * b(x) mod P(x). */
-static uint32_t multiply(uint32_t a, uint32_t b)
+uint32_t dsc_crc32c_multiply(uint32_t a, uint32_t b)
 {
     uint32_t product = 0;
 
@@ -58,17 +57,24 @@ static uint32_t multiply(uint32_t a, uint32_t b)
     return product;
 }
 
-static void init_shift(struct shift *shift, size_t n_bytes)
+uint32_t dsc_crc32c_power(uint64_t n_bytes)
 {
     uint32_t power = UINT32_C(1) << 31; /* x^0 */
     uint32_t x8 = UINT32_C(1) << 23;
 
-    for (size_t n = n_bytes; n > 0; n >>= 1, x8 = multiply(x8, x8))
+    for (uint64_t n = n_bytes; n > 0; n >>= 1, x8 = dsc_crc32c_multiply(x8, x8))
         if ((n & 1) != 0)
-            power = multiply(power, x8);
+            power = dsc_crc32c_multiply(power, x8);
+    return power;
+}
+
+static void init_shift(struct shift *shift, size_t n_bytes)
+{
+    uint32_t power = dsc_crc32c_power(n_bytes);
+
     for (int byte = 0; byte < 4; byte++)
         for (uint32_t value = 0; value < 256; value++)
-            shift->of[byte][value] = multiply(value << 8 * byte, power);
+            shift->of[byte][value] = dsc_crc32c_multiply(value << 8 * byte, power);
 }
 
 static void init(void)

@@ -6,6 +6,7 @@
 
 #include "dsc/aio.h"
 #include "dsc/ckpt.h"
+#include "dsc/pool.h"
 #include "path.h"
 #include "status.h"
 
@@ -110,6 +111,35 @@ uint32_t crc32c(const py::buffer &buffer, uint32_t crc)
     const py::gil_scoped_release release;
 
     return dsc_crc32c(crc, bytes.data(), bytes.n_bytes());
+}
+
+uint32_t crc32c_part(const std::vector<int64_t> &shape, const std::vector<int64_t> &part, int64_t elem_bytes,
+                     const py::buffer &buffer)
+{
+    const char *op = "crc32c_part";
+    const Bytes bytes(buffer);
+    uint32_t sum = 0;
+
+    if (part.size() != 2 * shape.size() + 2)
+        dsc::fail(DSC_EINVAL, std::string(op) + ": part has " + std::to_string(part.size()) + " numbers, must have " +
+                                  std::to_string(2 * shape.size() + 2));
+    if (elem_bytes <= 0 || bytes.n_bytes() % static_cast<size_t>(elem_bytes) != 0 ||
+        static_cast<int64_t>(bytes.n_bytes()) / elem_bytes != part.back())
+        dsc::fail(DSC_EINVAL, std::string(op) + ": buffer has " + std::to_string(bytes.n_bytes()) +
+                                  " bytes, part has " + std::to_string(part.back()) + " elements of " +
+                                  std::to_string(elem_bytes));
+    struct dsc_par par;
+    dsc_status status = dsc_pool_par(&par);
+
+    dsc::check(status, op);
+    {
+        const py::gil_scoped_release release;
+
+        status = dsc_crc32c_part(shape.data(), static_cast<int32_t>(shape.size()), part.data(), elem_bytes,
+                                 bytes.data(), &par, &sum);
+    }
+    dsc::check(status, op);
+    return sum;
 }
 
 py::object reshape_plan(const std::vector<int64_t> &shape, const py::buffer &pieces, int64_t n_pieces,
@@ -416,6 +446,13 @@ void dsc::bind_ckpt(py::module_ &m)
         "crc32c", &crc32c, py::arg("buffer"), py::arg("crc") = 0,
         "CRC32C (Castagnoli, RFC 3720) of the bytes of a contiguous object of the buffer protocol, going on from crc. BufferError when it is not "
         "contiguous. Other threads run meanwhile.");
+    m.def(
+        "crc32c_part", &crc32c_part, py::arg("shape"), py::arg("part"), py::arg("elem_bytes"), py::arg("buffer"),
+        "What a part of a tensor of that shape contributes to the CRC32C of the whole tensor: the XOR over parts that hold each element once goes "
+        "to crc32c_of_parts. part: 2 * n_dims + 2 numbers, as for reshape_plan; buffer: its elements, contiguous. ValueError names a part that does "
+        "not fit. Other threads run meanwhile.");
+    m.def("crc32c_of_parts", &dsc_crc32c_of_parts, py::arg("sum"), py::arg("n_bytes"),
+          "The CRC32C of n_bytes whose parts contribute `sum` together, by XOR (crc32c_part).");
     m.def(
         "reshape_plan", &reshape_plan, py::arg("shape"), py::arg("pieces"), py::arg("n_pieces"), py::arg("wanted"),
         "How a part of a tensor of that shape is put together from the pieces that it was saved in (dsc/ckpt.h). A part is 2 * n_dims + 2 int64 "

@@ -38,6 +38,23 @@ struct dsc_reshape_run {
 };
 
 /*
+ * What a part of a tensor contributes to the CRC32C of the whole tensor (row-major, elem_bytes (> 0) an element). CRCs
+ * are linear: the XOR of the contributions of parts that hold each element once is the same however the tensor is cut,
+ * and dsc_crc32c_of_parts makes the CRC32C of it. So ranks compare a tensor that none of them holds.
+ *
+ * part is as in dsc_reshape_plan, and data its elements, one after another. par (may be NULL) shares the passes over
+ * long parts. *out is 0 for a part without elements.
+ *
+ * DSC_EINVAL names the part that does not fit the shape, elem_bytes, or data that is NULL; DSC_EOVERFLOW when the bytes
+ * of the tensor do not fit int64_t. *out is untouched on failure.
+ */
+DSC_API dsc_status dsc_crc32c_part(const int64_t *shape, int32_t n_dims, const int64_t *part, int64_t elem_bytes,
+                                   const void *data, const struct dsc_par *par, uint32_t *out);
+
+/* The CRC32C (as dsc_crc32c(0, ...)) of n_bytes whose parts contribute `sum` together, by XOR. */
+DSC_API uint32_t dsc_crc32c_of_parts(uint32_t sum, uint64_t n_bytes);
+
+/*
  * Plans how a part of a tensor of shape[n_dims] is put together from the pieces that it was saved in.
  *
  * A part is 2 * n_dims + 2 numbers: start[n_dims], size[n_dims], begin, n_elems. It means the elements [begin, begin +
