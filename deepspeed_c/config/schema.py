@@ -108,6 +108,12 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     steps_per_print: Annotated[
         Positive | Infinity | None, acts("Steps between progress lines; null or infinity: none.", allow_inf=True)
     ] = None
+    fingerprint_every: Annotated[
+        Positive | None,
+        acts(
+            "Steps between comparisons of the ranks' weights and states, with a line of their fingerprint; null: none."
+        ),
+    ] = None
     wall_clock_breakdown: Annotated[bool, acts("Time the phases of a step and log them.")] = False
     dump_state: Annotated[bool, acts("Log the engine's state after it is made.")] = False
     memory_breakdown: Annotated[bool, acts("Log memory at the phases of a step.")] = False

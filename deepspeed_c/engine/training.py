@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_c.checkpoint.checkpoint_engine import TorchCheckpointEngine
+from deepspeed_c.checkpoint.fingerprint import Fingerprint, TensorPrint
 from deepspeed_c.checkpoint.native.background import Save
 from deepspeed_c.comm.axes import SP
 from deepspeed_c.comm.mesh import Mesh
@@ -331,6 +332,8 @@ class TrainingHost(Reductions, ModelHost):
                     log_dist(profile, ranks=[0])
         if self._config.memory_breakdown:
             see_memory_usage("after step", force=True)
+        if (every := self._config.fingerprint_every) and self.global_steps % every == 0:
+            log_dist(f"step {self.global_steps}: fingerprint {self.fingerprint():016x}", ranks=[0])
 
     def _lines(self, record: StepRecord) -> list[str]:
         """The log lines of a step. Collective if ranks have parts of the model."""
@@ -476,6 +479,28 @@ class TrainingHost(Reductions, ModelHost):
         """Waits until no save is running. Raises CheckpointError if the last save failed."""
         self._require_open()
         self._checkpoints.wait()
+
+    def fingerprint(self) -> int:
+        """64 bits that stand for all weights and optimizer states: names, dtypes, shapes and bytes. Equal for every
+        stage, every place of states and every number of ranks, and equal to the fingerprint of a checkpoint that is
+        saved now (``deepspeed_c checkpoint verify A --like B``). Collective.
+
+        A weight that has an fp32 master counts as its master. Padding, buffers and counts of steps do not count.
+
+        Raises RankMismatchError on all ranks alike if copies that ranks hold of the same elements (of 16-bit weights,
+        too) differ in a bit. It names the tensor and the rank; the rank in the minority, if there is one.
+        """
+        return self._fingerprint().number
+
+    def tensor_fingerprints(self) -> dict[tuple[str, str], TensorPrint]:
+        """(kind, name) -> dtype, shape and CRC32C of the tensor's bytes, for each tensor of ``fingerprint``. The kind
+        is "param" or the name of an optimizer state. Collective; raises as ``fingerprint`` does."""
+        return self._fingerprint().tensors
+
+    def _fingerprint(self) -> Fingerprint:
+        self._require_open()
+        self._require_states("fingerprint")
+        return self._checkpoints.fingerprint(self.module)
 
     def load_checkpoint(
         self,

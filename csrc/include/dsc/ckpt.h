@@ -38,9 +38,9 @@ struct dsc_reshape_run {
 };
 
 /*
- * What a part of a tensor contributes to the CRC32C of the whole tensor (row-major, elem_bytes (> 0) an element). CRCs
- * are linear: the XOR of the contributions of parts that hold each element once is the same however the tensor is cut,
- * and dsc_crc32c_of_parts makes the CRC32C of it. So ranks compare a tensor that none of them holds.
+ * The contribution of a part of a tensor to the CRC32C of the whole tensor (row-major, elem_bytes (> 0) an element).
+ * CRCs are linear: the XOR over parts that hold each element once is the same however the tensor is cut, and
+ * dsc_crc32c_of_parts makes the CRC32C of it. So ranks compare a tensor that none of them holds.
  *
  * part is as in dsc_reshape_plan, and data its elements, one after another. par (may be NULL) shares the passes over
  * long parts. *out is 0 for a part without elements.

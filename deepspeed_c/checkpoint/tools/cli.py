@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_c.checkpoint.fingerprint import fingerprint_of_source
 from deepspeed_c.checkpoint.formats.deepspeed import open_deepspeed
 from deepspeed_c.checkpoint.formats.huggingface import parse_json
 from deepspeed_c.checkpoint.formats.model_folder import FORMATS as EXPORT_FORMATS
@@ -39,6 +40,7 @@ Checkpoints of deepspeed_c, DeepSpeed (its engine's and its universal format), H
 
   deepspeed_c checkpoint info ckpt                              what is in it, and whether its bytes are those that were written
   deepspeed_c checkpoint verify ckpt                            reads all of it; exit code 1 names what is broken
+  deepspeed_c checkpoint verify a --like b                      whether both hold the same bits; exit code 1 names what differs first
   deepspeed_c checkpoint export ckpt out --format safetensors   the weights, for from_pretrained
   deepspeed_c checkpoint convert ckpt out --to deepspeed        all of it, in another format
 
@@ -75,6 +77,8 @@ def _verify(options: argparse.Namespace) -> int:
             has_checksums = isinstance(source, NativeSource)
     except CheckpointError as error:
         problems, summary, has_checksums = [str(error)], "", False
+    if options.like is not None and not problems:
+        return _compare(folder, options)
     if options.json:
         print(json.dumps({"where": folder, "format": form, "ok": not problems, "problems": problems}, indent=2))
     elif problems:
@@ -83,6 +87,28 @@ def _verify(options: argparse.Namespace) -> int:
         how = "all checksums match" if has_checksums else "all of it could be read; the format has no checksums"
         print(f"{folder}: {how} ({form}, {summary})")
     return EXIT_BROKEN if problems else 0
+
+
+def _compare(folder: str, options: argparse.Namespace) -> int:
+    """Prints the fingerprints of a checkpoint that has been verified and of the one that it should be like."""
+    with open_checkpoint(folder, form=options.source) as source, open_checkpoint(options.like) as like:
+        mine, theirs = fingerprint_of_source(source, like), fingerprint_of_source(like, source)
+        formats = source.format, like.format
+        places = source.where, like.where
+    difference = mine.first_difference(theirs)
+    numbers = [f"{found.number:016x}" for found in (mine, theirs)]
+    if options.json:
+        sides = [
+            {"where": place, "format": form, "fingerprint": number}
+            for place, form, number in zip(places, formats, numbers, strict=True)
+        ]
+        print(json.dumps({"compared": sides, "ok": not difference, "first_difference": difference}, indent=2))
+        return EXIT_BROKEN if difference else 0
+    for place, form, number in zip(places, formats, numbers, strict=True):
+        print(f"{number}  {place} ({form})")
+    if difference:
+        print(f"first difference: {difference}", file=sys.stderr)
+    return EXIT_BROKEN if difference else 0
 
 
 def verify(source: Source) -> list[str]:
@@ -315,6 +341,12 @@ def _parser() -> argparse.ArgumentParser:
     check = add("verify", _verify, "read all of a checkpoint; exit code 1 where something is broken, which is named")
     add_common(check)
     check.add_argument("--json", action="store_true", help="print JSON")
+    check.add_argument(
+        "--like",
+        metavar="PATH",
+        help="print the fingerprints of weights and optimizer states of both checkpoints, of any format; exit code 1"
+        " names the first tensor that differs",
+    )
 
     out = add("export", _export, "write the weights as Hugging Face lays them out")
     out.add_argument("out", metavar="OUT", help="folder; a model in it is replaced, other files stay")

@@ -12,14 +12,23 @@ import torch
 
 from deepspeed_c import checkpoint as files
 from deepspeed_c.checkpoint.experts import expert_name
+from deepspeed_c.checkpoint.fingerprint import Fingerprint
 from deepspeed_c.checkpoint.native.background import BackgroundSave, Save, Snapshot
 from deepspeed_c.checkpoint.native.ranks import Ranks
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source, Topology
 from deepspeed_c.config.checkpoint import Checkpoint
 from deepspeed_c.config.zero import Zero
-from deepspeed_c.engine.checkpoint.contents import Reading, names_of, names_of_all, owned_pieces, param_infos
+from deepspeed_c.engine.checkpoint.contents import (
+    Reading,
+    held_pieces,
+    names_of,
+    names_of_all,
+    owned_pieces,
+    param_infos,
+)
 from deepspeed_c.engine.checkpoint.kept_section import check_kept_section
 from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
+from deepspeed_c.engine.fingerprint import fingerprint_of_ranks
 from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.weights import load_custom
 from deepspeed_c.env import read_env
@@ -125,6 +134,18 @@ class Checkpoints:
     def _write(self, contents: Contents, destination: files.save.Destination) -> None:
         files.save.save(contents, destination, self._ranks)
         self._on_commit()
+
+    def fingerprint(self, module: torch.nn.Module) -> Fingerprint:
+        """The fingerprint of weights and optimizer states, the same as that of a checkpoint that is saved now. Raises
+        RankMismatchError on all ranks alike if copies that ranks hold of the same elements differ."""
+        state = self._state
+        state.optimizer.keep_edits()
+        named = names_of_all(names_of(module), state.mesh)
+        pieces = held_pieces(named, state.layout, state.optimizer, state.dormant, reading=self._reading)
+        try:
+            return fingerprint_of_ranks(pieces, self._comm, named.names)
+        finally:
+            self._reading.close()
 
     def is_due(self) -> bool:
         """Whether ``checkpoint.every`` requests a save now. Only rank 0 says so, by its clock."""

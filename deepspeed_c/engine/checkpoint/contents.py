@@ -31,7 +31,7 @@ from deepspeed_c.zero.weights.param import shape_of
 if TYPE_CHECKING:
     from deepspeed_c.checkpoint.native.save import Deferred, OwnedPiece
 
-__all__ = ["Named", "Reading", "names_of", "names_of_all", "owned_pieces", "param_infos"]
+__all__ = ["Named", "Reading", "held_pieces", "names_of", "names_of_all", "owned_pieces", "param_infos"]
 
 # Size above which a tensor with a copy on every rank is split among the ranks for writing. A smaller tensor is not
 # worth two entries in the checkpoint.
@@ -195,6 +195,48 @@ def owned_pieces(
     return pieces
 
 
+def held_pieces(
+    named: Named,
+    layout: Layout,
+    optimizer: ZeroOptimizer | NoOptimizer,
+    dormant: Mapping[torch.nn.Parameter, KeptState],
+    *,
+    reading: Reading,
+) -> Iterator[OwnedPiece]:
+    """The pieces of weights, masters and states that this rank holds, whoever writes them. Ranks that hold copies of
+    the same elements list them in the same pieces. Buffers are left out, since ranks may differ in them.
+
+    States and weights in a file are read through ``reading``.
+    """
+    placed: set[int] = set()
+    for unit in (*layout.trained, *layout.frozen):
+        for slot in unit.slots:
+            placed.add(id(slot.param))
+            yield from _held_of_slot(unit, slot, optimizer if unit in layout.trained else None, reading)
+    for param, state in dormant.items():
+        yield from _kept_pieces(param, state)
+    for name, tensor in named.tensors.items():
+        if id(tensor) not in placed and isinstance(tensor, torch.nn.Parameter):
+            yield from _cut_pieces(PARAM, name, tensor.shape, 0, tensor.detach().reshape(-1), cut_of(tensor))
+
+
+def _held_of_slot(unit: Unit, slot: Slot, optimizer: ZeroOptimizer | None, reading: Reading) -> Iterator[OwnedPiece]:
+    fragment = unit.fragment_of.get(slot)
+    if unit.flat_param is not None:  # whole on every rank, even if masters are cut
+        yield from _cut_pieces(PARAM, slot.name, slot.shape, 0, slot.view(unit.flat_param).reshape(-1), slot.cut)
+    elif fragment is not None:
+        data = _weights(unit, fragment, reading)
+        yield from _cut_pieces(PARAM, slot.name, slot.shape, fragment.begin, data, slot.cut)
+    elif slot.numel == 0:
+        yield from _cut_pieces(PARAM, slot.name, slot.shape, 0, torch.empty(0, dtype=unit.dtype), slot.cut)
+    if optimizer is None or fragment is None:
+        return
+    for kind, data in _states(unit, fragment, optimizer, reading):
+        yield from _cut_pieces(kind, slot.name, slot.shape, fragment.begin, data, slot.cut)
+    for key, value in _whole_counts(unit, slot, optimizer):
+        yield files.save.OwnedPiece(key, slot.name, tuple(value.shape), 0, value.reshape(-1))
+
+
 def _expert_pieces(
     name: str, tensor: torch.Tensor, index: int, holders: Collectives, mesh: Mesh, exclude_frozen: bool
 ) -> Iterator[OwnedPiece]:
@@ -253,18 +295,22 @@ def _add_unit_weights(unit: Unit, slot: Slot, reading: Reading, pieces: list[Own
         if slot.numel == 0 and unit.comm.rank == 0:
             pieces += _cut_pieces(PARAM, slot.name, slot.shape, 0, torch.empty(0, dtype=unit.dtype), slot.cut)
         return
-    data: torch.Tensor | Deferred
-    if not is_stored:
-        data = unit.weight_piece(fragment)
-    else:
-        data = reading.of(
-            ("weights", unit, slot.bucket),
-            unit.dtype,
-            fragment,
-            partial(unit.weights.open, slot.bucket, writes=False),
-            partial(unit.weight_piece, fragment),
-        )
+    data = _weights(unit, fragment, reading)
     pieces += _cut_pieces(PARAM, slot.name, slot.shape, fragment.begin, data, slot.cut)
+
+
+def _weights(unit: Unit, fragment: Fragment, reading: Reading) -> torch.Tensor | Deferred:
+    """A fragment's elements of the weights, flat."""
+    bucket = fragment.slot.bucket
+    if not unit.weights.needs_open(bucket):
+        return unit.weight_piece(fragment)
+    return reading.of(
+        ("weights", unit, bucket),
+        unit.dtype,
+        fragment,
+        partial(unit.weights.open, bucket, writes=False),
+        partial(unit.weight_piece, fragment),
+    )
 
 
 def _writes(unit: Unit, slot: Slot) -> bool:
@@ -282,10 +328,27 @@ def _add_states(
     copies: list[_Whole],
 ) -> None:
     fragment = unit.fragment_of.get(slot)
-    shape = tuple(slot.shape)
     if fragment is None:
         return
-    kinds, counts = optimizer.pieces.kinds(slot)
+    for kind, data in _states(unit, fragment, optimizer, reading):
+        if _is_alike(unit, slot) and isinstance(data, torch.Tensor):
+            copies.append(_Whole(kind, slot.name, data.view(slot.shape)))
+        elif _writes(unit, slot):
+            pieces += _cut_pieces(kind, slot.name, slot.shape, fragment.begin, data, slot.cut)
+    for key, value in _whole_counts(unit, slot, optimizer):
+        if _is_alike(unit, slot):
+            copies.append(_Whole(key, slot.name, value))
+        elif _writes(unit, slot):
+            pieces.append(files.save.OwnedPiece(key, slot.name, tuple(value.shape), 0, value.reshape(-1)))
+
+
+def _states(
+    unit: Unit, fragment: Fragment, optimizer: ZeroOptimizer, reading: Reading
+) -> Iterator[tuple[str, torch.Tensor | Deferred]]:
+    """(kind, a fragment's elements, flat) of the masters, where the parameter is not its own master, and of each state
+    of the optimizer. Elements that are no view of the state's own memory are read through ``reading``."""
+    slot = fragment.slot
+    kinds, _ = optimizer.pieces.kinds(slot)
     for key in kinds:
         if key in (PARAM, MASTER, BUFFER):
             raise CheckpointError(
@@ -295,37 +358,35 @@ def _add_states(
         kinds = {MASTER: unit.master_dtype, **kinds}
     for kind, dtype in kinds.items():
         key = None if kind == MASTER else kind
-        if not optimizer.pieces.are_views(unit, slot.bucket, key):
-            if not _writes(unit, slot):
-                continue
-            deferred = reading.of(
-                ("states", unit, slot.bucket),
-                dtype,
-                fragment,
-                partial(unit.states.open, slot.bucket, writes=False),
-                partial(optimizer.pieces.local, slot, key),
+        if optimizer.pieces.are_views(unit, slot.bucket, key):
+            yield kind, optimizer.pieces.local(slot, key)
+        else:
+            yield (
+                kind,
+                reading.of(
+                    ("states", unit, slot.bucket),
+                    dtype,
+                    fragment,
+                    partial(unit.states.open, slot.bucket, writes=False),
+                    partial(optimizer.pieces.local, slot, key),
+                ),
             )
-            pieces += _cut_pieces(kind, slot.name, shape, fragment.begin, deferred, slot.cut)
-            continue
-        data = optimizer.pieces.local(slot, key)
-        if _is_alike(unit, slot):
-            copies.append(_Whole(kind, slot.name, data.view(shape)))
-        elif _writes(unit, slot):
-            pieces += _cut_pieces(kind, slot.name, shape, fragment.begin, data, slot.cut)
-    for key, value in counts.items():
-        # A state whose shape differs from the parameter's (Adafactor's rows and columns) is saved whole if the
-        # parameter is.
+
+
+def _whole_counts(unit: Unit, slot: Slot, optimizer: ZeroOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """States whose shape differs from the parameter's (Adafactor's rows and columns), where the parameter is whole."""
+    for key, value in optimizer.pieces.kinds(slot)[1].items():
         if torch.is_tensor(value) and value.numel() != 1 and not unit.is_cut and slot.cut is None:
-            if _is_alike(unit, slot):
-                copies.append(_Whole(key, slot.name, value))
-            elif _writes(unit, slot):
-                pieces.append(files.save.OwnedPiece(key, slot.name, tuple(value.shape), 0, value.reshape(-1)))
+            yield key, value
 
 
 def _dormant_pieces(param: torch.nn.Parameter, state: KeptState) -> Iterator[OwnedPiece]:
     """The kept states of a parameter that was frozen during the run, split as in its last layout."""
-    if not state.speaks:
-        return  # another rank's copy is written
+    if state.speaks:  # otherwise another rank's copy is written
+        yield from _kept_pieces(param, state)
+
+
+def _kept_pieces(param: torch.nn.Parameter, state: KeptState) -> Iterator[OwnedPiece]:
     begin, shape, cut = state.begins[state.comm.rank], shape_of(param), cut_of(param)
     if state.master.numel():
         yield from _cut_pieces(MASTER, state.name, shape, begin, state.master, cut)

@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 
 from deepspeed_c.checkpoint.open import open_checkpoint
+from deepspeed_c.checkpoint.source import BUFFER
 from deepspeed_c.checkpoint.tools.cli import _human
 from deepspeed_c.checkpoint.tools.convert import Target, convert
 from deepspeed_c.launcher.main import main
@@ -93,6 +94,37 @@ def test_verify_reads_all_of_other_formats(saved, tmp_path, capsys):
     capsys.readouterr()
     assert run("verify", tmp_path / "dcp") == 1
     assert "__0_0.distcp" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["deepspeed", "deepspeed-universal", "torch-dcp"])
+def test_verify_like(saved, tmp_path, capsys, form):
+    assert run("convert", saved, tmp_path / "other", "--to", form) == 0
+    capsys.readouterr()
+    assert run("verify", saved, "--like", tmp_path / "other") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == ["(deepspeed_c)", f"({form})"]
+    assert lines[0].split()[0] == lines[1].split()[0] and len(lines[0].split()[0]) == 16
+
+
+def test_verify_like_names_the_first_tensor_that_differs(saved, tmp_path, capsys):
+    source = adam_checkpoint()
+    for name in ("layer.bias", "scale"):
+        source.values["exp_avg", name].view(torch.int32).view(-1)[-1] ^= 1
+    source.values[BUFFER, "count"] += 1  # does not count
+    convert(source, tmp_path / "other", "deepspeed_c")
+    assert run("verify", saved, "--like", tmp_path / "other") == 1
+    captured = capsys.readouterr()
+    first, second = (line.split()[0] for line in captured.out.splitlines())
+    assert first != second
+    assert captured.err.startswith("first difference: exp_avg of scale: float32 () ")
+    assert run("verify", saved, "--like", tmp_path / "other", "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [side["fingerprint"] for side in found["compared"]] == [first, second]
+    assert found["ok"] is False and found["first_difference"].startswith("exp_avg of scale")
+    assert run("export", saved, tmp_path / "hf") == 0
+    capsys.readouterr()
+    assert run("verify", saved, "--like", tmp_path / "hf") == 1
+    assert "param of embed.weight: float32" in (error := capsys.readouterr().err) and " and bfloat16" in error
 
 
 @pytest.mark.parametrize("form", ["safetensors", "fp32-pt"])
