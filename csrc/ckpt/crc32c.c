@@ -158,6 +158,12 @@ WITH_INSTRUCTION static inline uint32_t crc_of_thirds(uint32_t crc, const unsign
     uint32_t third = 0;
 
     for (const unsigned char *end = p + n_bytes; p < end; p += 8) {
+        /* The next three streams, a line at a time: the processor's own prefetcher begins anew in each page. */
+        if (((uintptr_t)p & 63) < 8) {
+            __builtin_prefetch(p + 3 * n_bytes);
+            __builtin_prefetch(p + 4 * n_bytes);
+            __builtin_prefetch(p + 5 * n_bytes);
+        }
         crc = CRC_OF_8(crc, load_8(p));
         second = CRC_OF_8(second, load_8(p + n_bytes));
         third = CRC_OF_8(third, load_8(p + 2 * n_bytes));

@@ -14,9 +14,12 @@
 
 #include <inttypes.h>
 
-/* Long enough that the shift to the tensor's end (a few microseconds) does not count beside the pass over the bytes. */
-#define CHUNK_BYTES (INT64_C(4) << 20)
-#define MAX_CHUNKS 1024
+/*
+ * Chunks so long that the shift to the tensor's end (a few microseconds) does not count beside the pass over the bytes,
+ * and so many that threads end together.
+ */
+#define MIN_CHUNK_BYTES (INT64_C(512) << 10)
+#define MAX_CHUNKS 32
 
 /* A part as runs: elements [i * run_elems, (i + 1) * run_elems) of its box lie together in the tensor, too. */
 struct work {
@@ -127,9 +130,9 @@ dsc_status dsc_crc32c_part(const int64_t *shape, int32_t n_dims, const int64_t *
         if (work.part.size[work.n_outer] != shape[work.n_outer])
             break;
     }
-    work.chunk_elems = CHUNK_BYTES / elem_bytes > 0 ? CHUNK_BYTES / elem_bytes : 1;
-    if ((n_elems - 1) / work.chunk_elems >= MAX_CHUNKS)
-        work.chunk_elems = (n_elems - 1) / MAX_CHUNKS + 1;
+    work.chunk_elems = (n_elems - 1) / MAX_CHUNKS + 1;
+    if (work.chunk_elems < MIN_CHUNK_BYTES / elem_bytes)
+        work.chunk_elems = MIN_CHUNK_BYTES / elem_bytes;
     n_chunks = (n_elems - 1) / work.chunk_elems + 1;
     dsc_par_run(par, n_chunks, crc_of_chunks, &work);
     for (int64_t i = 0; i < n_chunks; i++)

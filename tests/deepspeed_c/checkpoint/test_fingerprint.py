@@ -1,4 +1,4 @@
-"""The fingerprint of a checkpoint: CRC32C of each tensor against a table of zlib-like code in Python, and what counts."""
+"""The fingerprint of a checkpoint: the CRC32C of each tensor against its definition, and what counts."""
 
 from __future__ import annotations
 
