@@ -1,4 +1,4 @@
-"""Cost of experts on two ranks above their own work.
+"""How much do experts on two ranks cost above their own work?
 
 Two ranks with one thread each have a layer of 8 gated experts, top-2, without drops, on 2,048 tokens of 512 in fp32 a
 rank. "spread" has half of the experts on each rank and exchanges rows through shared memory. "local" has all experts
