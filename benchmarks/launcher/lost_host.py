@@ -5,7 +5,7 @@ with ``checkpoint.auto_resume`` and a save each half second. The link of one hos
 killed. The time ends with the first step that the run had not made before. Contenders: an elastic launch with its
 defaults, one with ``--heartbeat 1``, and torchrun by hand on all hosts (``--nnodes 2:3``), which runs the same script. The
 bound is a fresh launch of the two hosts that are left, until it has resumed and made a step.
-Run as root: python -m benchmarks.launcher.lost_host [--rounds 3]
+Run as root: python -m benchmarks.launcher.lost_host [--rounds 2]
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def seconds_of(name: str, hosts: SshHosts) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time how a run goes on after the loss of a host.")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     n_rounds = parser.parse_args().rounds
     if why_no_ssh():
         print(why_no_ssh(), file=sys.stderr)
