@@ -79,18 +79,16 @@ class Chair:
         names: Sequence[str],
         said: Callable[[str], str],
         *,
-        rounds: RoundPolicy | None = None,
+        rounds: RoundPolicy,
         tell: Callable[[str], object] = lambda line: None,
         own: int | None = None,
     ) -> None:
-        """said: the last lines that the runner has printed about a host, for the message if it does not come. rounds:
-        None means one round with all hosts. tell: gets a line for people whenever a round ends and another begins. own:
-        the number of the host whose agent runs in the chair's process.
+        """said: the last lines that the runner has printed about a host, for the message if it does not come. tell:
+        gets a line for people whenever a round ends and another begins. own: the number of the host whose agent runs in
+        the chair's process.
         """
         n = len(names)
-        self._rounds = rounds or RoundPolicy(
-            min_hosts=n, max_hosts=n, max_restarts=0, grace_s=0.0, lost_s=LOST_SECONDS, is_elastic=False
-        )
+        self._rounds = rounds
         self._signed, self._names = SignedMessages(store, secret), list(names)
         self._said, self._tell, self._own = said, tell, own
         self._reports: list[Report | None] = [None] * n
@@ -301,10 +299,12 @@ class Chair:
 
     def _may_join(self, i: int) -> bool:
         report = self._reports[i]
-        return report is not None and self.is_present(i) and report.state != "runs" and self._is_fit(report)
-
-    def _is_fit(self, report: Report) -> bool:
-        return report.life not in self._unfit_lives
+        return (
+            report is not None
+            and self.is_present(i)
+            and report.state != "runs"
+            and report.life not in self._unfit_lives
+        )
 
     def _conclude(self) -> None:
         """All ranks of the round have ended."""

@@ -67,17 +67,17 @@ class Options:
     """Seconds that ranks have to end after a signal."""
     save_pid: bool
     log_level: str
-    elastic_training: bool = False
+    elastic_training: bool
     """Go on with the hosts that are left after a failure, in another round."""
-    min_elastic_nodes: int | None = None
+    min_elastic_nodes: int | None
     """None: 1."""
-    max_elastic_nodes: int | None = None
+    max_elastic_nodes: int | None
     """None: all of the hostfile."""
-    max_restarts: int = 10
+    max_restarts: int
     """Rounds in a row that may fail without having saved a checkpoint."""
-    elastic_grace: float = 5.0
+    elastic_grace: float
     """Seconds that hosts have to come back before a round begins without them."""
-    heartbeat: float | None = None
+    heartbeat: float | None
     """Without a sign for so many seconds a host is lost. None: ``meeting.LOST_SECONDS``."""
     autotuning: str = ""
     """"tune": search for the best configuration; "run": also start the script with it; "": start the script."""

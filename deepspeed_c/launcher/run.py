@@ -53,9 +53,10 @@ logger = logging.getLogger("deepspeed_c.launcher")
 def launch(plan: Plan, meeting: Meeting | None = None) -> int:
     """Run the plan to its end and return the exit code (see ``main.main``).
 
-    meeting: with the agents of the other hosts; None for a launch on this host alone. On return all ranks of this host
-    have ended and are reaped. After a failure or a signal, the processes that ranks had started have ended too. Raises
-    ``LaunchError`` if the ranks could not be started; then no rank is left running.
+    meeting: with the agents of the other hosts; the exit code then counts only where their chair says none. None for a
+    launch on this host alone. On return all ranks of this host have ended and are reaped. After a failure or a signal,
+    the processes that ranks had started have ended too. Raises ``LaunchError`` if the ranks could not be started; then
+    no rank is left running.
     """
     set_up_logging(plan.log_level)
     store = open_store(plan.master_addr, plan.master_port) if plan.opens_store else None
@@ -142,8 +143,8 @@ def _ends_by_order(ranks: _RankProcesses, plan: Plan, output: Output, meeting: M
     if not (problem or must_stop or orders.signal):
         return False
     number = orders.signal if orders.signal and not must_stop else signal.SIGTERM
-    are_well = orders.signal or (orders.is_gentle and not (problem or orders.kill))
-    grace = plan.grace if are_well and not problem else FAILURE_GRACE_SECONDS
+    are_well = not problem and (orders.signal or orders.is_gentle)
+    grace = plan.grace if are_well else FAILURE_GRACE_SECONDS
     ranks.stop(signal.Signals(number), grace, is_hurried=lambda: meeting.orders.kill)
     output.finish()
     return True
@@ -157,13 +158,12 @@ def _end(
     was_stopped: bool = False,
     is_leaving: bool = False,
 ) -> int:
-    """Report that the ranks of this host have ended. Returns the exit code of the launch; ``code`` if nobody says."""
+    """Report that the ranks of this host have ended. Returns ``code``: it counts where the chair says none."""
     if not meeting.is_elastic:  # otherwise a host may leave while it waits for the next round
         _ignore_signals()
     ranks.note_progress(meeting)
     meeting.end(has_all_zeros=ranks.have_all_zeros(), was_stopped=was_stopped, is_leaving=is_leaving)
-    said = meeting.orders.code
-    return code if said is None else said
+    return code
 
 
 def explain(failure: Failure, n_ranks: int) -> None:
