@@ -9,6 +9,7 @@ import msgspec
 
 from ..errors import ConfigError
 from .compression import compression_conflicts
+from .same_bits import same_bits_conflicts
 from .schema import Root, fields_of
 
 __all__ = ["conflicts"]
@@ -121,6 +122,7 @@ def _find(root: Root) -> Iterator[tuple[str, str, str]]:
             "name a folder on the NVMe device",
         )
     yield from _automatic_saves(root)
+    yield from same_bits_conflicts(root)
     tuning = root.autotuning
     if tuning.end_profile_step < tuning.start_profile_step:
         yield (

@@ -70,7 +70,8 @@ class ReadConfig:
         if batch not in ("resolve", "skip"):
             raise ConfigError(f"{batch!r} is not known", where="batch", fix='pass "resolve" or "skip"')
         found = self._found.copy()
-        root, sizes = _with_batch(self._root, found, world_size if batch == "resolve" else None)
+        root = _with_grain(self._root, found)
+        root, sizes = _with_batch(root, found, world_size if batch == "resolve" else None)
         to_fill = _report_unfilled(found, is_error=batch == "resolve")
         if root.zero.overlap_comm is None:
             zero = msgspec.structs.replace(root.zero, overlap_comm=root.zero.sharding.parameters)
@@ -103,6 +104,24 @@ def _join(problems: list[ConfigError]) -> ConfigError:
     )
     kind = kinds.pop() if len(kinds) == 1 else ConfigError
     return kind(f"{len(problems)} problems{lines}", where="configuration")
+
+
+def _with_grain(root: Root, found: Findings) -> Root:
+    """Take the micro batch from same_bits.grain. The global batch must be given: with a batch that follows from the
+    number of ranks, bits would depend on it."""
+    section, (train, micro, _) = root.same_bits, BATCH_KEYS
+    if not section.enabled or root.elasticity.enabled:
+        return root
+    if getattr(root, train) is None and found.sources.get(train) != "auto":
+        found.fail(
+            "is missing: without it the samples of a step depend on the number of ranks",
+            train,
+            "write it, and leave gradient_accumulation_steps out: it follows from the number of ranks",
+        )
+    if section.grain is None or getattr(root, micro) is not None:
+        return root
+    found.sources[micro] = "derived"
+    return msgspec.structs.replace(root, **{micro: section.grain})
 
 
 def _with_batch(root: Root, found: Findings, world_size: int | None) -> tuple[Root, Batch | None]:

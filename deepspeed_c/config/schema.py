@@ -29,6 +29,7 @@ from .offload import Aio
 from .optim import Kind, OptimizerSection
 from .parallel import Comm, ExpertParallel, HybridEngine, Inference, Pipeline, TensorParallel
 from .precision import Amp, Bf16, DataTypes, Fp16, MsAmp, TorchAutocast
+from .same_bits import SameBits
 from .schedule import Scheduler
 from .sequence import SequenceParallel
 from .tuning import Autotuning, Elasticity
@@ -133,6 +134,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
     # Data
     dataloader_drop_last: Annotated[bool, acts("Drop the last, incomplete batch of the engine's loader.")] = False
     seed: Annotated[int, acts("Seed of data sampling.")] = 1234
+    same_bits: Annotated[SameBits, acts("Bits that do not depend on the number of ranks.")] = SameBits()
 
     # Features of their own
     disable_python_gc: Annotated[
