@@ -10,6 +10,9 @@ static dsc_status check(const struct dsc_shares *shares, int64_t position, int64
                         "%lld samples, %lld ranks, batches of %lld: samples may not be negative, the others are at "
                         "least 1",
                         (long long)shares->n_samples, (long long)shares->n_ranks, (long long)shares->batch);
+    if (shares->run < 1 || shares->batch % shares->run != 0)
+        return dsc_fail(DSC_EINVAL, "runs of %lld positions in batches of %lld: a run must divide the batch",
+                        (long long)shares->run, (long long)shares->batch);
     if (position < 0)
         return dsc_fail(DSC_EINVAL, "position is %lld, must not be negative", (long long)position);
     if (__builtin_mul_overflow(shares->n_ranks, shares->batch, out_round) || *out_round > INT64_MAX / 2)
@@ -29,12 +32,19 @@ dsc_status dsc_shares_rounds(const struct dsc_shares *shares, int64_t position, 
     return DSC_OK;
 }
 
+/* a / b, rounded up. a >= 1, b >= 1 */
+static int64_t quotient_above(int64_t a, int64_t b)
+{
+    return (a - 1) / b + 1;
+}
+
 dsc_status dsc_shares_round(const struct dsc_shares *shares, int64_t position, int64_t rank, int64_t *out_positions,
                             int64_t *out_n, int64_t *out_next)
 {
+    int64_t run = shares->run;
     int64_t round = 0;
     int64_t left;
-    int64_t each;
+    int64_t n_runs;
 
     DSC_TRY(check(shares, position, &round));
     if (rank < 0 || rank >= shares->n_ranks)
@@ -45,11 +55,14 @@ dsc_status dsc_shares_round(const struct dsc_shares *shares, int64_t position, i
         *out_next = shares->n_samples;
         return DSC_OK;
     }
-    each = left >= round ? shares->batch : left / shares->n_ranks + (left % shares->n_ranks != 0);
-    for (int64_t i = 0; i < each; i++)
-        out_positions[i] =
-            (int64_t)(((uint64_t)position + (uint64_t)(i * shares->n_ranks + rank)) % (uint64_t)shares->n_samples);
-    *out_n = each;
+    n_runs = left >= round ? shares->batch / run : quotient_above(quotient_above(left, run), shares->n_ranks);
+    for (int64_t k = 0; k < n_runs; k++)
+        for (int64_t i = 0; i < run; i++) {
+            uint64_t at = (uint64_t)position + (uint64_t)((k * shares->n_ranks + rank) * run + i);
+
+            out_positions[k * run + i] = (int64_t)(at % (uint64_t)shares->n_samples);
+        }
+    *out_n = n_runs * run;
     *out_next = left >= round ? position + round : shares->n_samples;
     return DSC_OK;
 }

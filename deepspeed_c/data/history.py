@@ -161,7 +161,9 @@ def _n_rounds(position: int, reading: Mapping[str, Any]) -> int:
 
 
 def _by_order(runs: Sequence[Sequence[int]], reading: Mapping[str, Any], rank: int) -> tuple[tuple[int, ...], ...]:
-    share = {"n_ranks": reading["n_ranks"], "rank": rank, "batch": reading["micro_batch"], "seed": reading["seed"]}
+    batch = reading["micro_batch"]
+    run = batch if reading.get("whole_batches") else 1
+    share = {"n_ranks": reading["n_ranks"], "rank": rank, "batch": batch, "run": run, "seed": reading["seed"]}
     order: UnbrokenOrder | _C.SampleOrder
     if reading.get("is_unbroken"):
         order = UnbrokenOrder(reading["n_samples"], **share)
@@ -190,6 +192,7 @@ def _by_sampler(entry: Mapping[str, Any], n: int) -> tuple[tuple[tuple[int, ...]
             reading["accumulation_steps"],
             rank,
             drop_last=reading["drop_last"],
+            whole_batches=reading.get("whole_batches", False),
         )
         for rank in range(reading["n_ranks"])
     ]
@@ -223,7 +226,7 @@ def _is_reading(reading: Any) -> bool:
         and reading.get("kind") in ("order", "steps", "own")
         and all(type(reading.get(key)) is int and reading[key] >= 1 for key in ("micro_batch", "n_ranks"))
         and type(reading.get("drop_last")) is bool
-        and type(reading.get("is_unbroken", False)) is bool
+        and all(type(reading.get(key, False)) is bool for key in ("is_unbroken", "whole_batches"))
         and (reading["kind"] == "own" or type(reading.get("n_samples")) is int)
         and type(reading.get("seed")) in (int, type(None))
     )

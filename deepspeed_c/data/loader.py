@@ -83,16 +83,17 @@ class _EpochOrder(Sampler[int]):
         drop_last: bool,
         seed: int | None,
         is_unbroken: bool = False,
+        whole_batches: bool = False,
     ) -> None:
         self._order: _C.SampleOrder | UnbrokenOrder
+        run = batch if whole_batches else 1
+        share = {"n_ranks": world_size, "rank": rank, "batch": batch, "run": run, "seed": seed}
         if is_unbroken:
-            self._order = UnbrokenOrder(n_samples, n_ranks=world_size, rank=rank, batch=batch, seed=seed)
+            self._order = UnbrokenOrder(n_samples, **share)
         else:
-            self._order = _C.SampleOrder(
-                n_samples, n_ranks=world_size, rank=rank, batch=batch, drop_last=drop_last, seed=seed
-            )
+            self._order = _C.SampleOrder(n_samples, **share, drop_last=drop_last)
         n_full, n_left = divmod(n_samples, world_size * batch)
-        self._n_samples = n_full * batch + (0 if drop_last else -(-n_left // world_size))
+        self._n_samples = n_full * batch + (0 if drop_last else -(-n_left // (world_size * run)) * run)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -162,8 +163,13 @@ class DeepSpeedDataLoader:
     fill up the last round of ranks. With more ranks than samples, some samples are used twice or more, and every rank
     has a batch.
 
+    With ``whole_batches`` a rank takes the positions of a whole batch at a time: batch k, counted over rounds and then
+    ranks, has the same samples on any number of ranks, and every batch has ``batch_size`` samples. Only the batches
+    that fill up the last round of an epoch depend on the number of ranks. With ``is_unbroken`` no batch does.
+
     Each ``iter()`` after a first batch begins a new epoch with a new order. A sampler that the user passes is used
-    unchanged; ``set_epoch`` calls the sampler's ``set_epoch``. With several ranks, an ``IterableDataset`` must divide
+    unchanged: with ``whole_batches`` it, or the stream, must itself give this rank whole batches. ``set_epoch`` calls
+    the sampler's ``set_epoch``. With several ranks, an ``IterableDataset`` must divide
     its samples among the ranks itself, and declare this by a true attribute ``is_sharded``. After
     ``split_dataset_by_node`` of the library datasets it needs no declaration. A stream's ``set_epoch`` is called
     before each epoch.
@@ -189,6 +195,7 @@ class DeepSpeedDataLoader:
         seed: int = 0,
         shuffle: bool = True,
         is_unbroken: bool = False,
+        whole_batches: bool = False,
     ) -> None:
         """batch_size: samples of one micro-batch of one rank.
 
@@ -197,7 +204,8 @@ class DeepSpeedDataLoader:
         ``start`` is called before each batch. num_local_io_workers: number of processes that load in the background;
         default: none (DeepSpeed: 2 for each device). seed: seed of the shuffle, the same on all ranks.
         is_unbroken: fill up the last round of an epoch with the first samples of the next epoch, which begins behind
-        them. Not with a sampler, a stream or ``dataloader_drop_last``.
+        them. Not with a sampler, a stream or ``dataloader_drop_last``. whole_batches: each batch has neighbouring
+        positions of the order, and is the same on any number of ranks; by default ranks take positions in turn.
         """
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise ConfigError(f"is {batch_size!r}", where="batch_size", fix="use a whole number, 1 or more")
@@ -221,7 +229,7 @@ class DeepSpeedDataLoader:
             streams.check_stream(dataset, data_sampler, rank, world_size)
         elif config.get("curriculum_learning"):
             self.data_sampler = self._steps = _steps(
-                dataset, config, batch_size, rank, world_size, dataloader_drop_last
+                dataset, config, batch_size, rank, world_size, dataloader_drop_last, whole_batches
             )
             seed = config["data_efficiency"]["seed"]
         elif data_sampler is None:
@@ -233,6 +241,7 @@ class DeepSpeedDataLoader:
                 dataloader_drop_last,
                 seed if shuffle else None,
                 is_unbroken and not dataloader_drop_last,
+                whole_batches,
             )
         # The samples at a position depend on these. A user's sampler and a stream have their own order.
         self._identity = {
@@ -258,6 +267,8 @@ class DeepSpeedDataLoader:
         self._is_unbroken = is_unbroken and self._order is not None and not dataloader_drop_last
         if self._is_unbroken:
             self.reading["is_unbroken"] = True
+        if whole_batches and (self._order is not None or self._steps is not None):
+            self.reading["whole_batches"] = True
         if self._steps is not None:
             self.reading["efficiency"] = config["data_efficiency"]
             self.reading["accumulation_steps"] = config["gradient_accumulation_steps"]
@@ -287,11 +298,12 @@ class DeepSpeedDataLoader:
         efficiency: Mapping[str, Any] | None = None,
         accumulation_steps: int = 1,
         is_unbroken: bool = False,
+        whole_batches: bool = False,
     ) -> DeepSpeedDataLoader:
         """A loader for the ranks of ``comm`` (a ``Collectives``). ``route``: "train" shuffles, "eval" and "predict" do
         not. efficiency: the section ``data_efficiency`` if it chooses the samples of training. measure: called with
         "data" for each batch; returns a context in which the batch is made. is_unbroken: as in the constructor, for
-        training.
+        training. whole_batches: as in the constructor, for training: an evaluation would see more samples twice.
         """
         if route not in ("train", "eval", "predict"):
             raise ConfigError(f"is {route!r}", where="deepspeed_io(route=...)", fix='use "train", "eval" or "predict"')
@@ -310,6 +322,7 @@ class DeepSpeedDataLoader:
             seed=seed,
             shuffle=route == "train",
             is_unbroken=is_unbroken and route == "train",
+            whole_batches=whole_batches and route == "train",
             deepspeed_dataloader_config=None
             if efficiency is None or route != "train" or data_sampler is not None
             else {
@@ -536,7 +549,13 @@ def _share(local_rank: int, rank: int | None, world_size: int | None) -> tuple[i
 
 
 def _steps(
-    dataset: Any, config: Mapping[str, Any], batch_size: int, rank: int, world_size: int, drop_last: bool
+    dataset: Any,
+    config: Mapping[str, Any],
+    batch_size: int,
+    rank: int,
+    world_size: int,
+    drop_last: bool,
+    whole_batches: bool,
 ) -> DeepSpeedDataSampler:
     return DeepSpeedDataSampler(
         config["data_efficiency"],
@@ -548,6 +567,7 @@ def _steps(
         config["gradient_accumulation_steps"],
         config.get("global_rank", 0),
         drop_last=drop_last,
+        whole_batches=whole_batches,
     )
 
 

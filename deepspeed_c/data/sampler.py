@@ -119,10 +119,13 @@ class DeepSpeedDataSampler:
         gradient_accumulation_steps: int,
         global_rank: int,
         drop_last: bool = True,
+        *,
+        whole_batches: bool = False,
     ) -> None:
         """data_efficiency_config: the section ``data_efficiency``, with all keys of the parts that are used.
         one_epoch_total_samples: length of the data set. data_parallel_group and global_rank are not used: every rank
-        computes the same. drop_last: leave out the last, smaller micro-batches of the whole run.
+        computes the same. drop_last: leave out the last, smaller micro-batches of the whole run. whole_batches: as for
+        ``DeepSpeedDataLoader``; a step's micro-batch k is then the same for any number of ranks.
 
         Raises ConfigError for an incomplete section, files that do not fit the data set, or a minimum that no sample
         has.
@@ -133,6 +136,7 @@ class DeepSpeedDataSampler:
         self._seed = data_efficiency_config["seed"] & (2**64 - 1)
         self._micro, self._rank, self._n_ranks = micro_batch_size, data_parallel_rank, data_parallel_size
         self._batch = micro_batch_size * data_parallel_size * gradient_accumulation_steps
+        self._run = micro_batch_size if whole_batches else 1
         self._drop_last = drop_last
         for name, value in (
             ("one_epoch_total_samples", one_epoch_total_samples),
@@ -187,7 +191,12 @@ class DeepSpeedDataSampler:
         while place.consumed < self._total:
             step, after = self._draw(place)
             shares = _C.SampleOrder(
-                len(step), n_ranks=self._n_ranks, rank=self._rank, batch=self._micro, drop_last=self._drop_last
+                len(step),
+                n_ranks=self._n_ranks,
+                rank=self._rank,
+                batch=self._micro,
+                run=self._run,
+                drop_last=self._drop_last,
             )
             end = place.offset
             while end < len(step):

@@ -8,6 +8,8 @@ from deepspeed_c import _C
 
 __all__ = ["UnbrokenOrder", "place_after"]
 
+_ENDLESS = 2**63 - 1
+
 
 def place_after(epoch: int, position: int, n_samples: int) -> tuple[int, int]:
     """(epoch, position) where reading goes on, for a position at or behind the end of ``epoch``."""
@@ -21,10 +23,12 @@ class UnbrokenOrder:
     beginning of the next epoch. So each sample comes once in an epoch, and all rounds have the same size.
     """
 
-    def __init__(self, n_samples: int, *, n_ranks: int, rank: int, batch: int, seed: int | None) -> None:
-        self._n_samples, self._n_ranks, self._rank, self._round = n_samples, n_ranks, rank, n_ranks * batch
-        self._within = _C.SampleOrder(n_samples, n_ranks=n_ranks, rank=rank, batch=batch, drop_last=False, seed=seed)
-        self._single = _C.SampleOrder(n_samples, n_ranks=1, rank=0, batch=1, drop_last=False, seed=seed)
+    def __init__(self, n_samples: int, *, n_ranks: int, rank: int, batch: int, seed: int | None, run: int = 1) -> None:
+        self._n_samples, self._round = n_samples, n_ranks * batch
+        share = {"n_ranks": n_ranks, "rank": rank, "batch": batch, "run": run}
+        self._within = _C.SampleOrder(n_samples, **share, seed=seed)
+        self._positions = _C.SampleOrder(_ENDLESS, **share)
+        self._single = _C.SampleOrder(n_samples, seed=seed)
 
     def round(self, epoch: int, position: int) -> tuple[list[int], int]:
         """(batch of this rank, position of the next one), from a position of the epoch on. The batch is empty, and the
@@ -35,7 +39,8 @@ class UnbrokenOrder:
         if end <= self._n_samples:
             samples, _ = self._within.round(epoch, position)
             return list(samples), end
-        places = (place_after(epoch, p, self._n_samples) for p in range(position + self._rank, end, self._n_ranks))
+        positions, _ = self._positions.round(0, position)
+        places = (place_after(epoch, p, self._n_samples) for p in positions)
         return [self._single.round(*place)[0][0] for place in places], end
 
     def rounds(self, position: int = 0) -> int:

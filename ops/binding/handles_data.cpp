@@ -10,9 +10,9 @@ namespace {
 
 class SampleOrder {
   public:
-    SampleOrder(int64_t n_samples, int64_t n_ranks, int64_t rank, int64_t batch, bool drop_last,
+    SampleOrder(int64_t n_samples, int64_t n_ranks, int64_t rank, int64_t batch, int64_t run, bool drop_last,
                 std::optional<uint64_t> seed)
-        : shares_{n_samples, n_ranks, batch, drop_last}, rank_(rank), seed_(seed)
+        : shares_{n_samples, n_ranks, batch, run, drop_last}, rank_(rank), seed_(seed)
     {
         int64_t n_rounds = 0;
 
@@ -114,10 +114,11 @@ void dsc::bind_data(py::module_ &m)
     py::class_<SampleOrder>(
         m, "SampleOrder",
         "The samples of each round of an epoch (dsc/data.h): a round is what all ranks read at once, n_ranks * batch "
-        "samples. seed: None leaves samples in the order of the data set. Raises ValueError for a number out of range.")
-        .def(py::init<int64_t, int64_t, int64_t, int64_t, bool, std::optional<uint64_t>>(), py::arg("n_samples"),
-             py::kw_only(), py::arg("n_ranks") = 1, py::arg("rank") = 0, py::arg("batch") = 1,
-             py::arg("drop_last") = false, py::arg("seed") = py::none())
+        "samples. run: neighbouring positions that a rank gets at a time, a divisor of batch. seed: None leaves samples "
+        "in the order of the data set. Raises ValueError for a number out of range.")
+        .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, bool, std::optional<uint64_t>>(),
+             py::arg("n_samples"), py::kw_only(), py::arg("n_ranks") = 1, py::arg("rank") = 0, py::arg("batch") = 1,
+             py::arg("run") = 1, py::arg("drop_last") = false, py::arg("seed") = py::none())
         .def("rounds", &SampleOrder::rounds, py::arg("position") = 0, "Rounds from a position to the end of the epoch.")
         .def("round", &SampleOrder::round, py::arg("epoch"), py::arg("position"),
              "(samples of this rank in the round that begins at the position, position of the next round); no samples "

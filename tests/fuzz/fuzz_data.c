@@ -32,10 +32,12 @@ static void check_order(struct input *input)
 static void check_shares(struct input *input)
 {
     bool is_wild = take_byte(input) % 4 == 0;
+    int64_t run = 1 + take_below(input, MOST / 8);
     struct dsc_shares shares = {
         .n_samples = is_wild ? take_wild(input) : take_below(input, 1000),
         .n_ranks = is_wild ? take_wild(input) : take_below(input, 10),
-        .batch = take_below(input, MOST + 1),
+        .batch = run * take_below(input, 8) + (take_byte(input) % 16 == 0),
+        .run = run,
         .drop_last = take_byte(input) % 2 == 0,
     };
     int64_t position = is_wild ? take_wild(input) : take_below(input, 1100);
@@ -51,8 +53,12 @@ static void check_shares(struct input *input)
     REQUIRE(n >= 0 && n <= shares.batch);
     for (int64_t i = 0; i < n; i++)
         REQUIRE(positions[i] >= 0 && positions[i] < shares.n_samples);
-    for (int64_t i = 1; i < n; i++)
-        REQUIRE(positions[i] == (int64_t)(((uint64_t)positions[i - 1] + (uint64_t)shares.n_ranks) % (uint64_t)shares.n_samples));
+    REQUIRE(n % shares.run == 0);
+    for (int64_t i = 1; i < n; i++) {
+        uint64_t skip = i % shares.run != 0 ? 1 : (uint64_t)((shares.n_ranks - 1) * shares.run + 1);
+
+        REQUIRE(positions[i] == (int64_t)(((uint64_t)positions[i - 1] + skip) % (uint64_t)shares.n_samples));
+    }
     REQUIRE(next <= shares.n_samples && (n == 0 ? next == shares.n_samples : next > position));
     REQUIRE(dsc_shares_rounds(&shares, position, &n_rounds) == DSC_OK);
     REQUIRE(dsc_shares_rounds(&shares, next, &n_after) == DSC_OK);

@@ -38,16 +38,19 @@ DSC_API dsc_status dsc_order_at(const struct dsc_order *order, int64_t n, const 
 
 /*
  * The shares of an epoch of n_samples positions. A round is what all ranks read at once: n_ranks * batch positions
- * after one another, dealt out to the ranks in turn (as torch's DistributedSampler does). So a training step of the
- * same total batch reads the same positions for any number of ranks, batch and accumulation.
+ * after one another, dealt out to the ranks in turn, `run` positions at a time. So a training step of the same total
+ * batch reads the same positions for any number of ranks, batch and accumulation. A run of 1 deals as torch's
+ * DistributedSampler does. With a run of `batch` a rank has `batch` neighbouring positions, and batch k of an epoch is
+ * batch k on any number of ranks: of rank k % n_ranks in round k / n_ranks.
  *
  * The last round may be shorter. With drop_last it is left out. Otherwise positions from the beginning of the epoch
- * fill it up to equal shares: at most n_ranks - 1, some of them twice if there are more ranks than samples.
+ * fill it up to equal shares of whole runs: at most n_ranks * run - 1, some of them twice if the epoch is shorter.
  */
 struct dsc_shares {
     int64_t n_samples;
     int64_t n_ranks; /* >= 1 */
     int64_t batch;   /* >= 1: positions of a rank in a round */
+    int64_t run;     /* a divisor of batch: neighbouring positions that are dealt at a time */
     bool drop_last;
 };
 

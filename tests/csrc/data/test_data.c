@@ -134,38 +134,40 @@ static void test_orders_differ(void)
     CHECK(n_equal < 10 && n_next < 10); /* 1 expected */
 }
 
-/* All rounds of an epoch from `start`, against the list start, start + 1, ... that is dealt out. */
+/* All rounds of an epoch from `start`, against the list start, start + 1, ... that is dealt out in runs. */
 static void check_shares(struct dsc_shares shares, int64_t start)
 {
     int64_t round = shares.n_ranks * shares.batch;
+    int64_t deal = shares.n_ranks * shares.run;
     int64_t position = start;
     int64_t n_rounds;
     int64_t wanted_rounds;
 
-    TEST_CASE("%lld samples, %lld ranks, batch %lld, drop %d, from %lld", (long long)shares.n_samples,
-              (long long)shares.n_ranks, (long long)shares.batch, shares.drop_last, (long long)start);
+    TEST_CASE("%lld samples, %lld ranks, batch %lld, run %lld, drop %d, from %lld", (long long)shares.n_samples,
+              (long long)shares.n_ranks, (long long)shares.batch, (long long)shares.run, shares.drop_last,
+              (long long)start);
     CHECK_STATUS(dsc_shares_rounds(&shares, start, &n_rounds), DSC_OK);
     for (wanted_rounds = 0; position < shares.n_samples; wanted_rounds++) {
         int64_t left = shares.n_samples - position;
         int64_t dealt[64];
         int64_t taken = left < round ? left : round;
-        int64_t each = (taken + shares.n_ranks - 1) / shares.n_ranks;
+        int64_t n_deals = (taken + deal - 1) / deal;
 
         if (left < round && shares.drop_last)
             break;
         for (int64_t rank = 0; rank < shares.n_ranks; rank++) {
-            int64_t positions[8];
+            int64_t positions[16];
             int64_t n = -1;
             int64_t next = -1;
 
             CHECK_STATUS(dsc_shares_round(&shares, position, rank, positions, &n, &next), DSC_OK);
-            CHECK_EQ(n, each);
+            CHECK_EQ(n, n_deals * shares.run);
             CHECK_EQ(next, position + taken);
             for (int64_t i = 0; i < n; i++)
-                dealt[i * shares.n_ranks + rank] = positions[i];
+                dealt[i / shares.run * deal + rank * shares.run + i % shares.run] = positions[i];
         }
-        CHECK(each * shares.n_ranks < taken + shares.n_ranks);
-        for (int64_t i = 0; i < each * shares.n_ranks; i++)
+        CHECK(n_deals * deal < taken + deal);
+        for (int64_t i = 0; i < n_deals * deal; i++)
             CHECK_EQ(dealt[i], (position + i) % shares.n_samples);
         position += taken;
     }
@@ -184,12 +186,47 @@ static void test_shares(void)
 {
     for (int64_t n = 0; n < 24; n++)
         for (int64_t ranks = 1; ranks <= 5; ranks++)
-            for (int64_t batch = 1; batch <= 4; batch++)
-                for (int64_t start = 0; start <= n; start += 1 + n / 5) {
-                    check_shares((struct dsc_shares){n, ranks, batch, false}, start);
-                    check_shares((struct dsc_shares){n, ranks, batch, true}, start);
+            for (int64_t batch = 1; batch <= 6; batch++)
+                for (int64_t run = 1; run <= batch; run++)
+                    for (int64_t start = 0; batch % run == 0 && start <= n; start += 1 + n / 5) {
+                        check_shares((struct dsc_shares){n, ranks, batch, run, false}, start);
+                        check_shares((struct dsc_shares){n, ranks, batch, run, true}, start);
+                    }
+    check_shares((struct dsc_shares){2, 13, 3, 1, false}, 0); /* more ranks than samples: each has one */
+    check_shares((struct dsc_shares){2, 13, 4, 4, false}, 0); /* and a whole batch */
+}
+
+/* Whole batches: batch k from a position on is the same for any number of ranks, up to the end of the epoch. */
+static void test_whole_batches(void)
+{
+    enum { BATCH = 3 };
+    static const int64_t worlds[] = {1, 2, 3, 4, 6};
+
+    for (int64_t n = 1; n < 60; n++)
+        for (size_t w = 0; w < sizeof worlds / sizeof *worlds; w++)
+            for (int drop_last = 0; drop_last < 2; drop_last++) {
+                struct dsc_shares shares = {n, worlds[w], BATCH, BATCH, drop_last != 0};
+                int64_t position = 0;
+
+                TEST_CASE("%lld samples, %lld ranks, drop %d", (long long)n, (long long)worlds[w], drop_last);
+                for (int64_t k = 0; position < n; k++) {
+                    int64_t rank = k % worlds[w];
+                    int64_t positions[BATCH];
+                    int64_t got;
+                    int64_t next;
+
+                    CHECK_STATUS(dsc_shares_round(&shares, position, rank, positions, &got, &next), DSC_OK);
+                    if (got == 0) {
+                        CHECK(drop_last && (k + worlds[w]) * BATCH > n);
+                        break;
+                    }
+                    CHECK_EQ(got, BATCH);
+                    for (int64_t i = 0; i < BATCH; i++)
+                        CHECK_EQ(positions[i], (k * BATCH + i) % n);
+                    if (rank == worlds[w] - 1)
+                        position = next;
                 }
-    check_shares((struct dsc_shares){2, 13, 3, false}, 0); /* more ranks than samples: each has one */
+            }
 }
 
 /*
@@ -286,13 +323,16 @@ static void test_bad_input(void)
     CHECK(outside[0] == 0 && outside[1] == 7 && strstr(dsc_last_error(), "position 7 is not in an epoch of 7") != NULL);
     CHECK_STATUS(dsc_order_at(&order, 1, NULL, outside), DSC_EINVAL);
     CHECK_STATUS(dsc_order_at(&order, -1, outside, outside), DSC_EINVAL);
-    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){-1, 1, 1, false}, 0, &n), DSC_EINVAL);
-    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){1, 0, 1, false}, 0, &n), DSC_EINVAL);
-    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){1, 1, 0, false}, 0, &n), DSC_EINVAL);
-    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){1, 1, 1, false}, -1, &n), DSC_EINVAL);
-    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){1, INT64_MAX / 2, 3, false}, 0, &n), DSC_EOVERFLOW);
-    CHECK_STATUS(dsc_shares_round(&(struct dsc_shares){4, 2, 1, false}, 0, 2, outside, &n, &next), DSC_EINVAL);
-    CHECK_STATUS(dsc_shares_round(&(struct dsc_shares){4, 2, 1, false}, 0, -1, outside, &n, &next), DSC_EINVAL);
+    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){-1, 1, 1, 1, false}, 0, &n), DSC_EINVAL);
+    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){1, 0, 1, 1, false}, 0, &n), DSC_EINVAL);
+    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){1, 1, 0, 1, false}, 0, &n), DSC_EINVAL);
+    CHECK_ERROR(dsc_shares_rounds(&(struct dsc_shares){1, 1, 4, 0, false}, 0, &n), DSC_EINVAL, "runs of 0 positions");
+    CHECK_ERROR(dsc_shares_rounds(&(struct dsc_shares){1, 1, 4, 3, false}, 0, &n), DSC_EINVAL, "runs of 3 positions in batches of 4");
+    CHECK_ERROR(dsc_shares_rounds(&(struct dsc_shares){1, 1, 4, 8, false}, 0, &n), DSC_EINVAL, "runs of 8 positions");
+    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){1, 1, 1, 1, false}, -1, &n), DSC_EINVAL);
+    CHECK_STATUS(dsc_shares_rounds(&(struct dsc_shares){1, INT64_MAX / 2, 3, 1, false}, 0, &n), DSC_EOVERFLOW);
+    CHECK_STATUS(dsc_shares_round(&(struct dsc_shares){4, 2, 1, 1, false}, 0, 2, outside, &n, &next), DSC_EINVAL);
+    CHECK_STATUS(dsc_shares_round(&(struct dsc_shares){4, 2, 1, 1, false}, 0, -1, outside, &n, &next), DSC_EINVAL);
 
     CHECK_ERROR(dsc_draw(0, outside, outside, 0, 0, 1, outside, outside), DSC_EINVAL, "0 pools");
     CHECK_ERROR(dsc_draw(2, (const int64_t[]){1, 0}, (int64_t[]){0, 0}, 0, 0, 1, outside, outside), DSC_EINVAL, "pool 1 has 0");
@@ -319,6 +359,7 @@ int main(void)
     test_orders_are_uniform();
     test_orders_differ();
     test_shares();
+    test_whole_batches();
     test_pools();
     test_schedules();
     test_bad_input();

@@ -74,10 +74,11 @@ def test_any_reading(case):
     """Epochs that are left early or set, steps that read any number of micro-batches, saves and loads."""
     random = Random(case)
     n, drop_last, history, wanted = random.choice([1, 2, 5, 13, 40]), random.random() < 0.3, SampleHistory(), {}
+    keys = {"dataloader_drop_last": drop_last, "whole_batches": case % 2 == 0, "is_unbroken": case % 4 > 1}
     state, step = None, 0
     for _ in range(4):
         micro, ranks, count = random.randint(1, 3), random.randint(1, 3), random.randint(1, 4)
-        loaders = [loader_of(n, micro, rank, ranks, dataloader_drop_last=drop_last) for rank in range(ranks)]
+        loaders = [loader_of(n, micro, rank, ranks, **keys) for rank in range(ranks)]
         if not len(loaders[0]):
             continue
         if state is not None:
@@ -187,7 +188,7 @@ def test_damaged_histories_are_refused(run_ranks, tmp_path, kind):
             {"step": 1.5}, {"place": 3}, {"runs": [[0, 0]]}, {"runs": [[0, -1, 2]]}, {"runs": [[0, 0, 1.0]]}, {"reading": None},
             {"reading": {**reading, "kind": "other"}}, {"reading": {**reading, "micro_batch": 0}},
             {"reading": {**reading, "n_ranks": True}}, {"reading": {**reading, "n_samples": None}},
-            {"reading": {**reading, "seed": "7"}},
+            {"reading": {**reading, "seed": "7"}}, {"reading": {**reading, "whole_batches": 1}},
         )),
         *([{**good, "entries": [{**entry, "reading": {**reading, "n_samples": 0}}]}] if kind == "plain" else []),
     ):  # fmt: skip

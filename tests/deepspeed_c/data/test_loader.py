@@ -471,7 +471,7 @@ def test_signature_is_deepspeeds():
     names = (
         "dataset batch_size pin_memory local_rank tput_timer collate_fn num_local_io_workers data_sampler "
         "data_parallel_world_size data_parallel_rank dataloader_drop_last deepspeed_dataloader_config seed shuffle "
-        "is_unbroken"
+        "is_unbroken whole_batches"
     )
     assert list(inspect.signature(DeepSpeedDataLoader).parameters) == names.split()
     assert list(inspect.signature(RepeatingLoader).parameters) == ["loader"]
