@@ -422,6 +422,7 @@ class TrainingHost(Reductions, ModelHost):
             accumulation_steps=self._config.batch.accumulation_steps,
             # A run that resumes by itself may do so on any number of ranks, in the middle of an epoch too.
             is_unbroken=self._config.checkpoint.auto_resume is not None,
+            whole_batches=self._config.same_bits.enabled,
         )
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
