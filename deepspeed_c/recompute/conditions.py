@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,36 +11,13 @@ import torch
 
 from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.recompute.active import current, entered
-from deepspeed_c.recompute.rng import device_state, get_cuda_rng_tracker, restore_device_state
+from deepspeed_c.recompute.rng import RandomStates
 from deepspeed_c.recompute.statistics import statistics_stay
 
 __all__ = ["Conditions"]
 
 
 _replaying = threading.RLock()
-
-
-class _RandomStates:
-    """States of all random generators that a layer may draw from.
-
-    with_python: includes Python's ``random``.
-    """
-
-    __slots__ = ("_cpu", "_device", "_python", "_tracker")
-
-    def __init__(self, device: torch.device | None, *, with_python: bool) -> None:
-        self._cpu = torch.get_rng_state()
-        self._device = None if device is None else (device, device_state(device))
-        self._tracker = get_cuda_rng_tracker().get_states()
-        self._python = random.getstate() if with_python else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._cpu)
-        if self._device is not None:
-            restore_device_state(self._device[1], self._device[0])
-        get_cuda_rng_tracker().set_states(self._tracker)
-        if self._python is not None:
-            random.setstate(self._python)
 
 
 def _accelerator() -> torch.device | None:
@@ -62,7 +38,7 @@ class Conditions:
         device = self._device = _accelerator()
         self._active = current()
         self._with_python = with_python
-        self._random = _RandomStates(device, with_python=with_python)
+        self._random = RandomStates(device, with_python=with_python)
         types = ("cpu",) if device is None else ("cpu", device.type)
         self._autocasts = [_autocast_of(device_type) for device_type in types]
         self._caches = torch.is_autocast_cache_enabled()
@@ -78,7 +54,7 @@ class Conditions:
             yield from self._replay()
 
     def _replay(self) -> Iterator[None]:
-        now = _RandomStates(self._device, with_python=self._with_python)
+        now = RandomStates(self._device, with_python=self._with_python)
         with ExitStack() as stack:
             stack.callback(now.restore)
             self._random.restore()

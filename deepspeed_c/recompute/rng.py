@@ -1,9 +1,14 @@
-"""Random numbers that differ or agree between tensor-parallel ranks, as each part of a model requires: named states of
-one generator, on an accelerator and on the CPU.
+"""Random numbers that differ or agree between ranks, as each part of a model requires.
+
+Tensor-parallel ranks: named states of one generator, on an accelerator and on the CPU.
+Data-parallel ranks with ``same_bits``: all generators follow the number of the grain, whichever rank computes it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,11 +21,13 @@ from deepspeed_c.errors import StateError
 __all__ = [
     "SEQUENCE_RNG",
     "CudaRNGStatesTracker",
+    "RandomStates",
     "device_state",
     "get_cuda_rng_tracker",
     "reseed_tensor_parallel",
     "restore_device_state",
     "seed_all",
+    "stream_of_grain",
     "stream_of_rank",
 ]
 
@@ -80,6 +87,10 @@ class CudaRNGStatesTracker:
         """Replaces all named states by a result of ``get_states``."""
         self._states = {name: state.clone() for name, state in states.items()}
 
+    def put_back(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Sets the states of the names in ``states``. Names that have been added since stay as they are."""
+        self._states.update((name, state.clone()) for name, state in states.items())
+
     def add(self, name: str, seed: int) -> None:
         """Adds a state. Raises StateError if the name or the seed is there already: two equal seeds would give equal
         numbers.
@@ -117,6 +128,65 @@ _tracker = CudaRNGStatesTracker()
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     """The tracker of this process. Its states are replayed where a layer is recomputed, and are in checkpoints."""
     return _tracker
+
+
+class RandomStates:
+    """The states of all random generators that a layer may draw from, at the time of construction.
+
+    device: the accelerator; None: there is the CPU alone.
+    with_python: includes Python's ``random``.
+    """
+
+    __slots__ = ("_cpu", "_device", "_python", "_tracker")
+
+    def __init__(self, device: torch.device | None, *, with_python: bool) -> None:
+        self._cpu = torch.get_rng_state()
+        self._device = None if device is None else (device, device_state(device))
+        self._tracker = _tracker.get_states()
+        self._python = random.getstate() if with_python else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._cpu)
+        if self._device is not None:
+            restore_device_state(self._device[1], self._device[0])
+        _tracker.put_back(self._tracker)
+        if self._python is not None:
+            random.setstate(self._python)
+
+
+@contextmanager
+def stream_of_grain(seed: int, step: int, position: int, call: int = 0) -> Iterator[None]:
+    """Within this context random numbers are a function of the arguments, on whatever rank. Afterwards all generators
+    go on from their states before it.
+
+    These are torch's generators of the CPU and of this rank's accelerator, the named states of the process's tracker,
+    and the global generators of Python's ``random`` and of numpy. A layer that is recomputed after the context has
+    ended draws the same numbers as within it, as far as recomputation restores them.
+
+    step, position: number of the step, and of the grain in the step's global batch. call: number of the forward, if a
+    grain has several.
+    """
+
+    def drawn(name: str) -> int:
+        words = repr((seed, step, position, call, name)).encode()
+        return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
+
+    device, numpy = _device(), sys.modules.get("numpy")
+    before = RandomStates(None if device.type == "cpu" else device, with_python=True)
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        torch.default_generator.manual_seed(drawn("cpu"))
+        if device.type != "cpu":
+            restore_device_state(_state_of_seed(drawn("device")), device)
+        _tracker.put_back({name: _state_of_seed(drawn(f"tracker:{name}")) for name in _tracker.get_states()})
+        random.seed(drawn("python"))
+        if numpy is not None:
+            numpy.random.seed(drawn("numpy") & 0xFFFF_FFFF)
+        yield
+    finally:
+        before.restore()
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def stream_of_rank(name: str, rank: int) -> AbstractContextManager[None]:
