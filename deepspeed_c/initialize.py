@@ -155,7 +155,7 @@ def initialize(
     check_same_model(model, mesh.stage)
     device = torch.device(get_accelerator().current_device_name())
     spread_experts(model, settings.expert_parallel, mesh, device)
-    connect_experts(model, mesh)
+    connect_experts(model, mesh, seeds_differ=settings.same_bits.enabled)
     take_from_others(model)
     autocast = settings.torch_autocast
     check_wrappers(

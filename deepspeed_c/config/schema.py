@@ -133,7 +133,7 @@ class Root(Section, kw_only=True, rename={"zero": "zero_optimization"}):
 
     # Data
     dataloader_drop_last: Annotated[bool, acts("Drop the last, incomplete batch of the engine's loader.")] = False
-    seed: Annotated[int, acts("Seed of data sampling.")] = 1234
+    seed: Annotated[int, acts("Seed of data sampling, and of the random numbers of grains (same_bits).")] = 1234
     same_bits: Annotated[SameBits, acts("Bits that do not depend on the number of ranks.")] = SameBits()
 
     # Features of their own

@@ -16,6 +16,7 @@ from deepspeed_c.engine.inputs import count_tokens
 from deepspeed_c.engine.training import TrainingHost
 from deepspeed_c.engine.whole import WholeModel
 from deepspeed_c.errors import BackwardError, DeepSpeedCError
+from deepspeed_c.recompute.rng import stream_of_grain
 from deepspeed_c.zero.states.optimizer import ZeroOptimizer
 
 __all__ = ["DeepSpeedEngine"]
@@ -49,7 +50,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
             self._tput_timer.start()
         self._mesh.enter_phase("forward")
         self._begin_graphs()
-        with self.phases.measure("forward"), self._sequence_stream(), self._flops.forward():
+        with self.phases.measure("forward"), self._random_stream(), self._flops.forward():
             outputs = self._run(inputs, kwargs)
         if not self._trains or not torch.is_grad_enabled():
             return outputs
@@ -57,6 +58,16 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         if self._share.is_needed:
             self._share.note(self.module, inputs, kwargs, outputs)
         return outputs
+
+    def _random_stream(self) -> AbstractContextManager[None]:
+        """Context that sets the random numbers for a forward. With ``same_bits`` those of a training forward follow
+        the place of its grain in the run."""
+        if not (self._config.same_bits.enabled and self._trains and self.module.training):
+            return self._sequence_stream()
+        micro_batch, call = self._window.note_forward(self._passes.n_backwards)
+        ranks = self._mesh.data
+        position = micro_batch * ranks.world_size + ranks.rank
+        return stream_of_grain(self._config.seed, self.global_steps, position, call)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times 1 / accumulation steps and, in fp16, times the loss scale. For callers that call

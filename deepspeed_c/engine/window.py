@@ -15,6 +15,7 @@ class Window:
         self.batch, self.is_managed = batch, is_managed
         self.micro_steps = 0
         self._override: bool | None = None
+        self._forwards = (-1, 0)  # number of the micro-batch, and of its forward, of the last call of note_forward
 
     def is_boundary(self) -> bool:
         """Whether the next ``step()`` updates the weights."""
@@ -32,14 +33,29 @@ class Window:
 
     def place(self, micro_steps: int) -> None:
         """Sets the number of calls of ``step()`` so far to ``micro_steps``."""
-        self.micro_steps = micro_steps
+        self.micro_steps, self._forwards = micro_steps, (-1, 0)
+
+    def note_forward(self, n_backwards: int) -> tuple[int, int]:
+        """Counts a training forward: (number of its micro-batch in the window, number of the forward in it).
+
+        n_backwards: backward passes in the window so far, which count its micro-batches if the caller decides about
+        boundaries.
+        """
+        micro_batch, n = n_backwards if self._is_steered else self.n_micro_steps, 0
+        if self._forwards[0] == micro_batch:
+            n = self._forwards[1] + 1
+        self._forwards = micro_batch, n
+        return self._forwards
 
     @property
     def n_micro_steps(self) -> int:
         """The number of calls of ``step()`` in the present window. 0 if the caller decides about boundaries: accelerate
         calls ``step()`` only at the boundary."""
-        is_steered = self._override is not None or not self.is_managed
-        return 0 if is_steered else self.micro_steps % self.batch.accumulation_steps
+        return 0 if self._is_steered else self.micro_steps % self.batch.accumulation_steps
+
+    @property
+    def _is_steered(self) -> bool:
+        return self._override is not None or not self.is_managed
 
     @property
     def begin(self) -> int:

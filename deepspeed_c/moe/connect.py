@@ -14,9 +14,10 @@ from deepspeed_c.zero.layout.experts import check_experts
 __all__ = ["connect_experts"]
 
 
-def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
+def connect_experts(model: torch.nn.Module, mesh: Mesh, *, seeds_differ: bool = False) -> None:
     """Makes the groups of ranks for the experts of ``model``, and connects its layers with them. Collective.
 
+    seeds_differ: ranks with other tokens draw other numbers already, because random numbers follow the grain.
     Raises ModelError where the experts of a layer cannot be spread over the ranks of ``mesh``.
     """
     for module in model.modules():
@@ -33,4 +34,4 @@ def connect_experts(model: torch.nn.Module, mesh: Mesh) -> None:
                 module.rename(name)
             module.connect(mesh.with_experts(module.ep_size).along(EP))
         if isinstance(module, TopKGate):
-            module.draw_as(mesh.index(*TOKENS))
+            module.draw_as(0 if seeds_differ else mesh.index(*TOKENS))

@@ -41,3 +41,23 @@ def test_a_new_size_counts_from_the_next_window_on():
     window.resize(train_batch_size=36, accumulation_steps=3)
     assert window.batch == Batch(36, 4, 3, 3)
     assert [(window.place(n), window.is_boundary())[1] for n in (3, 4, 5, 6)] == [False, False, True, False]
+
+
+def test_forwards_are_numbered_within_their_micro_batch():
+    window = make(3)
+    found = []
+    for step in range(2):
+        for micro in range(3):
+            found += [window.note_forward(n_backwards) for n_backwards in (micro, micro, micro + 1)]
+            window.place(window.micro_steps + 1)
+    assert found == [(micro, n) for _ in range(2) for micro in range(3) for n in range(3)], found
+    window.note_forward(0)
+    window.place(window.begin)  # a window that begins again
+    assert window.note_forward(0) == (0, 0)
+
+
+def test_backwards_number_the_micro_batches_of_a_caller_who_steers():
+    for window in (make(2, is_managed=False), make(2)):
+        window.steer(False)
+        found = [window.note_forward(n_backwards) for n_backwards in (0, 1, 1, 2)]
+        assert found == [(0, 0), (1, 0), (1, 1), (2, 0)], found
