@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
-from deepspeed_c.ops import adagrad, adam, aio, fake, flat, lamb, lion, muon, op_builder, optim, q8, sgd  # noqa: F401
+from deepspeed_c.ops import adagrad, adam, aio, fake, flat, lamb, lion, muon, op_builder, optim, q8, sgd, sums  # noqa: F401
 
 __all__ = [
     "adagrad",
@@ -25,6 +25,7 @@ __all__ = [
     "quant",
     "quantizer",
     "sgd",
+    "sums",
     "transformer",
 ]
 

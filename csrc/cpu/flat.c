@@ -4,7 +4,7 @@
 #include "dsc/flat.h"
 
 #include "base/fail.h"
-#include "base/par.h"
+#include "cpu/spans.h"
 #include "cpu/table.h"
 
 #include <math.h>
@@ -15,41 +15,6 @@ struct partial {
     double sumsq;
     int64_t n_nonfinite;
 };
-
-static dsc_status check_span(const struct dsc_span *span, const char *list, int64_t i)
-{
-    if (dsc_dtype_bytes(span->dtype) == 0)
-        return dsc_fail(DSC_EINVAL, "%s[%lld].dtype is %d, which is no dsc_dtype", list, (long long)i,
-                        (int)span->dtype);
-    if (span->n_elems < 0)
-        return dsc_fail(DSC_EINVAL, "%s[%lld].n_elems is %lld, must not be negative", list, (long long)i,
-                        (long long)span->n_elems);
-    if (span->data == NULL && span->n_elems > 0)
-        return dsc_fail(DSC_EINVAL, "%s[%lld].data is NULL for %lld elements", list, (long long)i,
-                        (long long)span->n_elems);
-    return DSC_OK;
-}
-
-static dsc_status check_spans(const struct dsc_span *spans, int64_t n_spans, const char *list)
-{
-    if (n_spans < 0)
-        return dsc_fail(DSC_EINVAL, "the number of %s is %lld, must not be negative", list, (long long)n_spans);
-    if (spans == NULL && n_spans > 0)
-        return dsc_fail(DSC_EINVAL, "%s is NULL for %lld entries", list, (long long)n_spans);
-    for (int64_t i = 0; i < n_spans; i++)
-        DSC_TRY(check_span(&spans[i], list, i));
-    return DSC_OK;
-}
-
-static dsc_status list_of_spans(struct dsc_list *list, const struct dsc_span *spans, int64_t n_spans)
-{
-    return dsc_list_init(list, n_spans > 0 ? &spans->n_elems : NULL, sizeof *spans, n_spans);
-}
-
-static int64_t block_of(int64_t n_left)
-{
-    return n_left < DSC_BLOCK_ELEMS ? n_left : DSC_BLOCK_ELEMS;
-}
 
 /* Adds in chunk order, so that the sum does not depend on which thread computed which chunk. */
 static struct partial fold(const struct partial *partials, int64_t n_chunks)
@@ -70,24 +35,6 @@ struct sumsq_job {
     struct partial partials[DSC_MAX_CHUNKS];
 };
 
-#define CACHE_LINE 64
-/*
- * Blocks between the block that is read and the block that is prefetched. One array alone is read as fast as its lines
- * are asked for, and a processor's own prefetching stops at each page.
- */
-#define BLOCKS_AHEAD 2
-
-/* Prefetches the block that begins BLOCKS_AHEAD blocks behind data, if so much is left. */
-static void prefetch_ahead(const char *data, size_t block_bytes, size_t bytes_left)
-{
-    const char *block = data + BLOCKS_AHEAD * block_bytes;
-
-    if (bytes_left < (BLOCKS_AHEAD + 1) * block_bytes)
-        return;
-    for (size_t i = 0; i < block_bytes; i += CACHE_LINE)
-        __builtin_prefetch(block + i);
-}
-
 static void sumsq_chunks(void *arg, int64_t first, int64_t last)
 {
     struct sumsq_job *job = arg;
@@ -103,11 +50,11 @@ static void sumsq_chunks(void *arg, int64_t first, int64_t last)
             size_t elem_bytes = dsc_dtype_bytes(span->dtype);
             const char *data = (const char *)span->data + (size_t)piece.begin * elem_bytes;
 
-            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= block_of(n_left)) {
-                int64_t n = block_of(n_left);
+            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= dsc_block_of(n_left)) {
+                int64_t n = dsc_block_of(n_left);
                 const dsc_f32 *block;
 
-                prefetch_ahead(data, (size_t)n * elem_bytes, (size_t)n_left * elem_bytes);
+                dsc_prefetch_ahead(data, (size_t)n * elem_bytes, (size_t)n_left * elem_bytes);
                 block = dsc_load_f32(job->kernels, span->dtype, data, n, scratch);
                 job->kernels->sumsq_f32(n, block, &partial.sumsq, &partial.n_nonfinite);
                 data += (size_t)n * elem_bytes;
@@ -124,8 +71,8 @@ dsc_status dsc_flat_sumsq(const struct dsc_span *spans, int64_t n_spans, const s
 
     if (out_sumsq == NULL || out_n_nonfinite == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", out_sumsq == NULL ? "out_sumsq" : "out_n_nonfinite");
-    DSC_TRY(check_spans(spans, n_spans, "spans"));
-    DSC_TRY(list_of_spans(&job.list, spans, n_spans));
+    DSC_TRY(dsc_check_spans(spans, n_spans, "spans"));
+    DSC_TRY(dsc_list_of_spans(&job.list, spans, n_spans));
     job.kernels = dsc_kernels_get();
     job.spans = spans;
     dsc_par_run(par, job.list.n_chunks, sumsq_chunks, &job);
@@ -213,7 +160,7 @@ static void reduce_chunks(void *arg, int64_t first, int64_t last)
 
         while (dsc_cursor_next(&cursor, &piece))
             for (int64_t done = 0; done < piece.n_elems; done += DSC_BLOCK_ELEMS)
-                reduce_block(job, piece.begin + done, block_of(piece.n_elems - done), &partial);
+                reduce_block(job, piece.begin + done, dsc_block_of(piece.n_elems - done), &partial);
         job->partials[chunk] = partial;
     }
 }
@@ -230,8 +177,8 @@ dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float sc
         return dsc_fail(DSC_EINVAL, "n_srcs is %lld, must be at least 1", (long long)n_srcs);
     if (!isfinite(scale))
         return dsc_fail(DSC_EINVAL, "scale is %g, must be finite", (double)scale);
-    DSC_TRY(check_span(acc, "acc", 0));
-    DSC_TRY(check_spans(srcs, n_srcs, "srcs"));
+    DSC_TRY(dsc_check_span(acc, "acc", 0));
+    DSC_TRY(dsc_check_spans(srcs, n_srcs, "srcs"));
     for (int64_t i = 0; i < n_srcs; i++) {
         if (srcs[i].n_elems != acc->n_elems)
             return dsc_fail(DSC_EINVAL, "srcs[%lld] has %lld elements, acc has %lld", (long long)i,
@@ -240,7 +187,7 @@ dsc_status dsc_flat_reduce(const struct dsc_span *srcs, int64_t n_srcs, float sc
             return dsc_fail(DSC_EINVAL, "srcs[%lld].dtype is %d, srcs[0].dtype is %d; sources share one dtype",
                             (long long)i, (int)srcs[i].dtype, (int)srcs[0].dtype);
     }
-    DSC_TRY(list_of_spans(&job.list, acc, 1));
+    DSC_TRY(dsc_list_of_spans(&job.list, acc, 1));
     job.kernels = dsc_kernels_get();
     job.srcs = srcs;
     job.n_srcs = n_srcs;
@@ -284,8 +231,8 @@ static void scale_chunks(void *arg, int64_t first, int64_t last)
                 kernels->scale_f32(piece.n_elems, job->scale, (dsc_f32 *)data);
                 continue;
             }
-            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= block_of(n_left)) {
-                int64_t n = block_of(n_left);
+            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= dsc_block_of(n_left)) {
+                int64_t n = dsc_block_of(n_left);
 
                 dsc_load_f32(kernels, span->dtype, data, n, scratch);
                 kernels->scale_f32(n, job->scale, scratch);
@@ -302,8 +249,8 @@ dsc_status dsc_flat_scale(const struct dsc_span *spans, int64_t n_spans, float s
 
     if (!isfinite(scale))
         return dsc_fail(DSC_EINVAL, "scale is %g, must be finite", (double)scale);
-    DSC_TRY(check_spans(spans, n_spans, "spans"));
-    DSC_TRY(list_of_spans(&job.list, spans, n_spans));
+    DSC_TRY(dsc_check_spans(spans, n_spans, "spans"));
+    DSC_TRY(dsc_list_of_spans(&job.list, spans, n_spans));
     job.kernels = dsc_kernels_get();
     job.spans = spans;
     job.scale = scale;
@@ -337,8 +284,8 @@ static void cast_chunks(void *arg, int64_t first, int64_t last)
                 memcpy(dst, src, (size_t)piece.n_elems * src_bytes);
                 continue;
             }
-            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= block_of(n_left)) {
-                int64_t n = block_of(n_left);
+            for (int64_t n_left = piece.n_elems; n_left > 0; n_left -= dsc_block_of(n_left)) {
+                int64_t n = dsc_block_of(n_left);
                 dsc_f32 *block = job->dst->dtype == DSC_DTYPE_F32 ? (dsc_f32 *)dst : scratch;
 
                 dsc_store_f32(job->kernels, job->dst->dtype, dsc_load_f32(job->kernels, job->src->dtype, src, n, block),
@@ -356,12 +303,12 @@ dsc_status dsc_flat_cast(const struct dsc_span *src, const struct dsc_span *dst,
 
     if (src == NULL || dst == NULL)
         return dsc_fail(DSC_EINVAL, "%s is NULL", src == NULL ? "src" : "dst");
-    DSC_TRY(check_span(src, "src", 0));
-    DSC_TRY(check_span(dst, "dst", 0));
+    DSC_TRY(dsc_check_span(src, "src", 0));
+    DSC_TRY(dsc_check_span(dst, "dst", 0));
     if (src->n_elems != dst->n_elems)
         return dsc_fail(DSC_EINVAL, "src has %lld elements, dst has %lld", (long long)src->n_elems,
                         (long long)dst->n_elems);
-    DSC_TRY(list_of_spans(&job.list, src, 1));
+    DSC_TRY(dsc_list_of_spans(&job.list, src, 1));
     job.kernels = dsc_kernels_get();
     job.src = src;
     job.dst = dst;

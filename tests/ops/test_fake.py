@@ -47,6 +47,9 @@ def cases():
     yield "flat_scale_", "flat_scale_", (f32, 0.5)
     yield "flat_cast_", "flat_cast_", (torch.rand(9), torch.zeros(9, dtype=torch.float16))
     yield "flat_zero_", "flat_zero_", ([torch.rand(9), torch.ones(2, 3, dtype=torch.int8)],)
+    levels = [torch.rand(9) for _ in range(3)]
+    yield "tree_push_", "tree_push_", (levels, 3, [torch.rand(9), torch.rand(9).bfloat16()])
+    yield "tree_sum_", "tree_sum_", (torch.zeros(9).half(), levels, 5, 0.2)
     targets = torch.tensor([3, -1, 0])
     yield "cross_entropy_rows_", "cross_entropy_rows_", (torch.rand(3, 5), targets, torch.zeros(3, 4))
     logits, log_sum = torch.rand(3, 5).bfloat16(), torch.full((3,), 2.0)

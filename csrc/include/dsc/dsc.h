@@ -29,6 +29,7 @@
 #include "dsc/schedule.h"
 #include "dsc/seq.h"
 #include "dsc/status.h"
+#include "dsc/sums.h"
 #include "dsc/tier.h"
 #include "dsc/tp.h"
 #include "dsc/types.h"
