@@ -14,12 +14,18 @@ from deepspeed_c.ops.products import widen_products
 __all__ = ["take_over_products"]
 
 
-def take_over_products(model: torch.nn.Module, dtypes: Iterable[torch.dtype], ranks: Collectives) -> Callable[[], None]:
+def take_over_products(
+    model: torch.nn.Module, dtypes: Iterable[torch.dtype], ranks: Collectives, *, asks_no_clock: bool = False
+) -> Callable[[], None]:
     """Widens the products of 16-bit dtypes, of the model or of ``dtypes``, if torch's are slow on any rank: all ranks
-    must round alike. Returns the function that ends it. Collective.
+    must round alike. asks_no_clock: widens them in any case, because another run may measure other times. Returns the
+    function that ends it. Collective.
     """
     used = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())} | set(dtypes)
-    times = {dtype: product_times(dtype) for dtype in (torch.bfloat16, torch.float16) if dtype in used}
+    halves = used & {torch.bfloat16, torch.float16}
+    if asks_no_clock:
+        return widen_products(halves)
+    times = {dtype: product_times(dtype) for dtype in sorted(halves, key=str)}
     for dtype, found in times.items():
         log_dist(f"products of {str(dtype)[6:]} {found}", ranks=[0])
     slow = {dtype for dtype, found in times.items() if found.is_torch_slow}
