@@ -35,6 +35,7 @@ from deepspeed_c.engine.packed_models import dequantize_packed
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
 from deepspeed_c.engine.precision import Precision, dtype_of_weights
 from deepspeed_c.engine.python_gc import CollectorPause
+from deepspeed_c.engine.same_bits import check_alignment, check_optimizer, refuse_what_depends_on_ranks
 from deepspeed_c.engine.shard import lay_out_model, shard_model
 from deepspeed_c.engine.training import Training, TrainingHost
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, OptimizerError
@@ -149,6 +150,8 @@ def initialize(
 
     check_layers(model, is_cut=_is_cut(settings.tensor_parallel, settings.hybrid_engine))
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
+    if settings.same_bits.enabled:
+        refuse_what_depends_on_ranks(model, mesh, settings, optimizer)
     comm.use_shared_memory(settings.comm.local)
     others_train = pipeline is not None and connect_pipeline(pipeline, mesh)
     dequantize_packed(model)
@@ -186,6 +189,8 @@ def initialize(
         base = build_optimizer(
             settings.optimizer, settings.bf16, model, optimizer, model_parameters, may_be_empty=others_train
         )
+        if settings.same_bits.enabled and base is not None:
+            check_optimizer(base, model, settings)
         zero_optimizer, layout = None, Layout([], [], None)
         check = _check_of(pipeline, settings.zero, comm)
         if base is not None:
@@ -195,6 +200,8 @@ def initialize(
         placed = {id(slot.param) for unit in (*layout.trained, *layout.frozen) for slot in unit.slots}
         model.to(device)  # parameters and buffers outside units
         precision.cast_frozen(model, placed)
+        if settings.same_bits.enabled:
+            check_alignment(model, comm)
         # The original weights have been freed. The allocator may keep their memory until its cache is emptied.
         get_accelerator().empty_cache()
 

@@ -21,6 +21,7 @@ from deepspeed_c.engine.generate import Generation
 from deepspeed_c.engine.group_generation import GroupGeneration
 from deepspeed_c.engine.precision import DTYPES, dtype_of_weights
 from deepspeed_c.engine.products import take_over_products
+from deepspeed_c.engine.same_bits import Arithmetic, hold_arithmetic
 from deepspeed_c.env import read_env
 from deepspeed_c.errors import ModelError
 from deepspeed_c.inject import cut_model
@@ -196,6 +197,14 @@ def _take_over_products(model: torch.nn.Module, context: EditContext) -> Made:
     return _Undo(take_over_products(model, dtypes, context.mesh.comm))
 
 
+def _has_same_bits(context: EditContext) -> bool:
+    return context.trains and context.config.same_bits.enabled
+
+
+def _hold_arithmetic(model: torch.nn.Module, context: EditContext) -> Arithmetic:
+    return hold_arithmetic(context.config, context.mesh.comm)
+
+
 def _take_over_codes(model: torch.nn.Module, context: EditContext) -> Made:
     return _Undo(take_over_layers(model, torch.device(get_accelerator().current_device_name())))
 
@@ -214,6 +223,7 @@ EDITS: tuple[ModelEdit, ...] = (
     ModelEdit("codes", wanted=lambda context: True, apply=_take_over_codes, needs_layout=False),
     ModelEdit("wrapper weights", wanted=lambda context: True, apply=_unwrap_weights, needs_layout=False),
     ModelEdit("products", wanted=_computes_on_cpu, apply=_take_over_products, needs_layout=False),
+    ModelEdit("arithmetic", wanted=_has_same_bits, apply=_hold_arithmetic, after=("products",), needs_layout=False),
     ModelEdit(
         "group generation",
         wanted=lambda context: (
@@ -260,11 +270,11 @@ EDITS: tuple[ModelEdit, ...] = (
         after=("tensor cut", "attention"),
     ),
 )
-"""Codes and wrapper weights come first, because all else works on plain memory. The copy for group generation is made
-before other edits of forwards, because an edited forward refers to the model that was edited. Kernels are injected
-before weights are cut, because they compare a module's own forward with theirs. Recomputation comes after tiles and
-shared attention, because it runs everything within a layer again. Gathers are outermost: they happen once for each run
-of a layer."""
+"""Codes and wrapper weights come first, because all else works on plain memory. Arithmetic is probed with the products
+that the model will have. The copy for group generation is made before other edits of forwards, because an edited
+forward refers to the model that was edited. Kernels are injected before weights are cut, because they compare a
+module's own forward with theirs. Recomputation comes after tiles and shared attention, because it runs everything
+within a layer again. Gathers are outermost: they happen once for each run of a layer."""
 
 
 class Edits:

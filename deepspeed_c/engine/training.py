@@ -34,6 +34,7 @@ from deepspeed_c.engine.precision import Precision
 from deepspeed_c.engine.preemption import Preemption
 from deepspeed_c.engine.python_gc import CollectorPause
 from deepspeed_c.engine.reductions import Reductions
+from deepspeed_c.engine.same_bits import Arithmetic
 from deepspeed_c.engine.shard import shard_model, take_cores_back
 from deepspeed_c.engine.share import LossShare
 from deepspeed_c.engine.state import TrainState
@@ -141,7 +142,9 @@ class TrainingHost(Reductions, ModelHost):
         self._flops = StepFlops(profiled_section(config.flops_profiler, config.autotuning), self)
         self._experiment = ExperimentMeter(config.autotuning, self, mesh.comm, lambda: self._flops.forward_flops)
         on_commit = (lambda: None) if self._notes is None else self._notes.note_save
-        self._checkpoints = Checkpoints(self._state, config.checkpoint, config.zero, config.as_dict(), on_commit)
+        arithmetic: Arithmetic | None = edits.get("arithmetic")
+        bits = None if arithmetic is None else arithmetic.kept
+        self._checkpoints = Checkpoints(self._state, config.checkpoint, config.zero, config.as_dict(), on_commit, bits)
         self.client_state: dict[str, Any] = {}
         """The program's own state in checkpoints that the engine saves by itself (``checkpoint.every`` and
         ``checkpoint.preemption``); the program may change it before each ``step``. After ``checkpoint.auto_resume`` has
@@ -535,7 +538,8 @@ class TrainingHost(Reductions, ModelHost):
             loading them here.
 
         Returns (path, client_state), or (None, None) if there is no checkpoint. Raises on all ranks alike: StateError
-        if the checkpoint does not fit this model or optimizer (nothing is changed or dropped then); CheckpointError if
+        if the checkpoint does not fit this model or optimizer (nothing is changed or dropped then), and ConfigError
+        if its run had another grain or number of threads of ``same_bits`` (nor then); CheckpointError if
         the checkpoint is broken, or if the engine's schedule cannot load the saved schedule (the message says why).
         """
         self._require_open()

@@ -26,6 +26,7 @@ from deepspeed_c.engine.checkpoint.contents import (
     owned_pieces,
     param_infos,
 )
+from deepspeed_c.engine.checkpoint.kept_bits import KeptBits
 from deepspeed_c.engine.checkpoint.kept_section import check_kept_section
 from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
 from deepspeed_c.engine.fingerprint import fingerprint_of_ranks
@@ -50,7 +51,8 @@ LOAD_ATTEMPTS = 5
 
 class Checkpoints:
     """Saves and loads one engine. Every method is collective. ``written``: the user's configuration, which a checkpoint
-    keeps. ``on_commit`` is called when a checkpoint is durable, by the thread that wrote it."""
+    keeps. ``on_commit`` is called when a checkpoint is durable, by the thread that wrote it. ``bits``: the record of an
+    engine with ``same_bits``."""
 
     def __init__(
         self,
@@ -59,10 +61,11 @@ class Checkpoints:
         zero: Zero,
         written: dict[str, Any],
         on_commit: Callable[[], None],
+        bits: KeptBits | None = None,
     ) -> None:
         self._state, self._comm = state, state.mesh.comm
         self._section, self._zero, self._written = section, zero, written
-        self._on_commit = on_commit
+        self._on_commit, self._bits = on_commit, bits
         self._every_seconds = section.every_seconds
         self._begun = time.monotonic()  # when the last save or load began
         self._ranks = Ranks(self._comm.rank, self._comm.global_ranks)
@@ -263,6 +266,8 @@ class Checkpoints:
             common["pipeline"] = {"tied": module.saved_ties()}
         if extra:
             common["extra_state"] = dict(extra)
+        if self._bits is not None:
+            common["same_bits"] = self._bits.record()
         return files.state.pack(common, "save_checkpoint")
 
     def load(
@@ -302,7 +307,7 @@ class Checkpoints:
 
         A damaged checkpoint is skipped, and the log names it. Raises CheckpointError if all are damaged, because a run
         that begins anew would replace them; ElasticityConfigError if the section ``elasticity`` has changed since the
-        save, before anything is overwritten.
+        save, and ConfigError if the grain or the threads of ``same_bits`` have, before anything is overwritten.
         """
         self._ranks.connect()
         candidates, damaged = self._candidates(folder, None)
@@ -347,6 +352,8 @@ class Checkpoints:
                     with source:
                         if options.same_batch:
                             check_kept_section(self._written, source.state.get("config") or {}, source.where)
+                        if self._bits is not None and options.optimizer:
+                            self._bits.check(source.state.get("same_bits"), source.where)
                         problem = self._load_from(module, source, options, custom_load_fn)
                         if not problem:
                             self.is_half_loaded = True
