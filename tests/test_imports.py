@@ -124,6 +124,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "compression",
         "transfer",
         "quantity",
+        "processor",
     },
     "compile": {"config", "logging", "_C", "script"},
     "moe": {"config", "logging", "comm", "ops", "_C", "zero", "recompute", "utils", "inject"},
