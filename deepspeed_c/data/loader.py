@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, default_collate
 
 from deepspeed_c import _C
 from deepspeed_c.data import streams, workers
+from deepspeed_c.data.drawing import PlacedBatch, PlacedCollate, PlacedSamples
 from deepspeed_c.data.sampler import DeepSpeedDataSampler
 from deepspeed_c.data.unbroken import UnbrokenOrder, place_after
 from deepspeed_c.errors import ConfigError, StateError
@@ -165,7 +166,8 @@ class DeepSpeedDataLoader:
 
     With ``whole_batches`` a rank takes the positions of a whole batch at a time: batch k, counted over rounds and then
     ranks, has the same samples on any number of ranks, and every batch has ``batch_size`` samples. Only the batches
-    that fill up the last round of an epoch depend on the number of ranks. With ``is_unbroken`` no batch does.
+    that fill up the last round of an epoch depend on the number of ranks. With ``is_unbroken`` no batch does. Random
+    numbers that the data set and ``collate_fn`` draw follow the batch's place in the order then (``drawing.py``).
 
     Each ``iter()`` after a first batch begins a new epoch with a new order. A sampler that the user passes is used
     unchanged: with ``whole_batches`` it, or the stream, must itself give this rank whole batches. ``set_epoch`` calls
@@ -251,6 +253,7 @@ class DeepSpeedDataLoader:
         }
         self._round = batch_size * world_size
         self._worker_seed = seed * world_size + rank
+        self._seed, self._rank = seed, rank
         self._epoch = 0
         self._position = 0  # samples of the epoch that all ranks together have been given
         # Micro-batches given since take_runs: [epoch, position, number]. More only come together if nobody takes them.
@@ -267,7 +270,8 @@ class DeepSpeedDataLoader:
         self._is_unbroken = is_unbroken and self._order is not None and not dataloader_drop_last
         if self._is_unbroken:
             self.reading["is_unbroken"] = True
-        if whole_batches and (self._order is not None or self._steps is not None):
+        self._has_places = whole_batches and (self._order is not None or self._steps is not None)
+        if self._has_places:
             self.reading["whole_batches"] = True
         if self._steps is not None:
             self.reading["efficiency"] = config["data_efficiency"]
@@ -446,8 +450,19 @@ class DeepSpeedDataLoader:
                 return self._begin(loader)
             return streams.skip(self._begin(loader), self._position // self._round, self._is_first)
         if self._draws is None:
-            self._draws = _Draws(self._rounds())
-        return self._begin(DataLoader(self.dataset, batch_sampler=self._draws, **common))
+            self._draws = _Draws(self._placed_rounds() if self._has_places else self._rounds())
+        dataset = self.dataset
+        if self._has_places:
+            dataset = PlacedSamples(dataset, self._seed)
+            common["collate_fn"] = PlacedCollate(self.collate_fn or default_collate, self._seed)
+        return self._begin(DataLoader(dataset, batch_sampler=self._draws, **common))
+
+    def _placed_rounds(self) -> Iterator[tuple[list[int], Any]]:
+        """``_rounds`` with batches that know their places."""
+        place = self._epoch * len(self.dataset) + self._position if self._steps is None else self._position
+        for samples, after in self._rounds():
+            yield PlacedBatch(samples, place + self._rank * self.batch_size), after
+            place += self._round
 
     def _begin(self, loader: DataLoader) -> Iterator[Any]:
         batches, self._workers = workers.begin(loader)
