@@ -1,6 +1,6 @@
 """The operators of ``sums`` by PyTorch's operators: for devices without kernels, and for the tests of the kernels.
 
-Bits are those of the kernels: additions in float32 in the same order.
+Bits are those of the kernels: additions in float32 in the same order, or sums of integers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["n_levels", "tree_push_", "tree_sum_"]
+__all__ = ["LOWEST_EXPONENT", "N_LIMBS", "exact_squares", "n_levels", "tree_push_", "tree_sum_"]
+
+N_LIMBS = 20
+LOWEST_EXPONENT = -298
+"""An exact sum is the sum over i of ``limbs[i] * 2**(32 * i + LOWEST_EXPONENT)``: 2**-298 is the square of the least
+positive float32."""
+
+_SLICE = 1 << 22
+"""Elements that are handled at once: temporary tensors take 60 bytes an element."""
+_N_ROWS = 256
+"""Tables of sums by exponent. Neighbouring elements use different tables, so that devices need not add them one after
+another."""
 
 
 def n_levels(n_leaves: int) -> int:
@@ -73,3 +84,43 @@ def tree_sum_(out: Tensor, levels: Sequence[Tensor], n_leaves: int, scale: float
     for node in nodes[1:]:
         total = node + total
     out.view(-1).copy_(total if factor == 1.0 else total * factor)
+
+
+def exact_squares(tensors: Sequence[Tensor]) -> Tensor:
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"deepspeed_c::flat_exact_squares: tensors[{i}] is of {tensor.dtype};"
+                " float32, bfloat16 and float16 are supported"
+            )
+    device = tensors[0].device if tensors else torch.device("cpu")
+    sums = torch.zeros(2, 256, dtype=torch.int64, device=device)
+    result = torch.zeros(N_LIMBS + 1, dtype=torch.int64, device=device)
+    for tensor in tensors:
+        for elements in tensor.detach().reshape(-1).split(_SLICE):
+            bits = elements.float().contiguous().view(torch.int32)
+            _add_squares(bits, sums)
+            result[N_LIMBS] += (bits & 0x7F800000 == 0x7F800000).sum()
+    for by_field, offset in zip(sums, (0, 24)):
+        # An element of exponent field e is its mantissa times 2**(e - 150).
+        position = 2 * (torch.arange(256, device=device) - 1).clamp(min=0) + offset
+        for words, first in ((by_field & 0xFFFFFFFF, position), (by_field >> 32, position + 32)):
+            shifted = words << first % 32
+            result.index_add_(0, first // 32, shifted & 0xFFFFFFFF)
+            result.index_add_(0, first // 32 + 1, shifted >> 32)
+    for i in range(N_LIMBS - 1):
+        result[i + 1] += result[i] >> 32
+        result[i] &= 0xFFFFFFFF
+    return result
+
+
+def _add_squares(bits: Tensor, sums: Tensor) -> None:
+    """Adds the squares of the mantissas of finite elements to ``sums`` [2, exponent field], lower and upper 24 bits
+    apart: int64 holds the sums of 2**39 elements."""
+    field = bits >> 23 & 0xFF
+    mantissas = torch.where(field < 255, (bits & 0x7FFFFF) | (field > 0).int() << 23, 0).long()
+    squares = mantissas * mantissas
+    rows = torch.arange(len(bits), dtype=torch.int32, device=bits.device) % _N_ROWS
+    places = rows * 256 + field.clamp(min=1)
+    for by_field, parts in zip(sums, (squares & 0xFFFFFF, squares >> 24)):
+        by_field += sums.new_zeros(_N_ROWS * 256).index_add_(0, places, parts).view(_N_ROWS, 256).sum(0)

@@ -19,6 +19,14 @@ typedef uint16_t dsc_half __attribute__((aligned(1), may_alias));
  */
 #define DSC_ALIGNED _Alignas(64)
 
+/*
+ * Units of square_sums_f32, with squares below 2^(2 top - 252) that are multiples of 2^(2 (top - WINDOW) - 300). At
+ * most 65 of them go to a lane: below 2^51 coarse units (2^44 a square), and 2^51 fine units (2^44 a coarse unit).
+ */
+#define DSC_SQUARES_COARSE (-296)
+#define DSC_SQUARES_FINE (-340)
+#define DSC_SQUARES_WINDOW 20
+
 struct dsc_kernels {
 #define DSC_KERNEL(name, params) void(*name) params;
 #include "cpu/kernels.inc"

@@ -234,12 +234,22 @@ void TensorList::release() noexcept
     handles_.clear();
 }
 
-Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool is_zeroed)
+namespace {
+
+/* Another reference to the caller's tensor. */
+Tensor reference_to(AtenTensorHandle tensor)
 {
     AtenTensorHandle owned = nullptr;
 
-    check_shim(aoti_torch_new_tensor_handle(like, &owned), "new_tensor_handle");
-    const Tensor reference(owned);
+    check_shim(aoti_torch_new_tensor_handle(tensor, &owned), "new_tensor_handle");
+    return Tensor(owned);
+}
+
+}  // namespace
+
+Tensor new_f64(AtenTensorHandle like, std::initializer_list<int64_t> sizes, bool is_zeroed)
+{
+    const Tensor reference = reference_to(like);
     const torch::headeronly::IntHeaderOnlyArrayRef shape(sizes.begin(), sizes.size());
     constexpr auto f64 = torch::headeronly::ScalarType::Double;
 
@@ -262,6 +272,11 @@ Tensor new_i64(const Tensor &like, const std::vector<int64_t> &sizes)
 {
     return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.data(), sizes.size()),
                                     torch::headeronly::ScalarType::Long);
+}
+
+Tensor new_i64(AtenTensorHandle like, const std::vector<int64_t> &sizes)
+{
+    return new_i64(reference_to(like), sizes);
 }
 
 Tensor new_bytes(const Tensor &like, const std::vector<int64_t> &sizes)

@@ -110,6 +110,7 @@ inline std::vector<int64_t> sizes_with(const Tensor &x, int64_t last)
 
 Tensor new_f32(const Tensor &like, const std::vector<int64_t> &sizes);
 Tensor new_i64(const Tensor &like, const std::vector<int64_t> &sizes);
+Tensor new_i64(AtenTensorHandle like, const std::vector<int64_t> &sizes);
 Tensor new_bytes(const Tensor &like, const std::vector<int64_t> &sizes);
 Tensor new_int8(const Tensor &like, const std::vector<int64_t> &sizes);
 using torch::stable::contiguous;

@@ -91,16 +91,33 @@ void tree_sum(const Tensor &out, const TensorList &levels, int64_t n_leaves, dou
         op);
 }
 
+/* int64 [DSC_EXACT_LIMBS + 1]: the limbs, then the number of non-finite elements. */
+Tensor flat_exact_squares(const TensorList &tensors)
+{
+    const char *const op = "flat_exact_squares";
+    dsc::Checker checker(op);
+    const std::vector<struct dsc_span> spans = checker.read_free(tensors, "tensors", 0);
+    const struct dsc_par par = dsc::pool_par();
+    const Tensor result = dsc::new_i64(checker.like(), {DSC_EXACT_LIMBS + 1});
+    auto *limbs = static_cast<int64_t *>(result.mutable_data_ptr());
+
+    dsc::check(
+        dsc_exact_squares(spans.data(), static_cast<int64_t>(spans.size()), &par, limbs, limbs + DSC_EXACT_LIMBS), op);
+    return result;
+}
+
 }  // namespace
 
 DSC_OPS(m)
 {
     m.def("tree_push_(Tensor(a!)[] levels, int n_before, Tensor[] leaves) -> ()");
     m.def("tree_sum_(Tensor(a!) out, Tensor[] levels, int n_leaves, float scale) -> ()");
+    m.def("flat_exact_squares(Tensor[] tensors) -> Tensor");
 }
 
 DSC_OPS_CPU(m)
 {
     m.impl("tree_push_", DSC_BOX(&tree_push));
     m.impl("tree_sum_", DSC_BOX(&tree_sum));
+    m.impl("flat_exact_squares", DSC_BOX(&flat_exact_squares));
 }

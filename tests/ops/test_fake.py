@@ -50,6 +50,7 @@ def cases():
     levels = [torch.rand(9) for _ in range(3)]
     yield "tree_push_", "tree_push_", (levels, 3, [torch.rand(9), torch.rand(9).bfloat16()])
     yield "tree_sum_", "tree_sum_", (torch.zeros(9).half(), levels, 5, 0.2)
+    yield "flat_exact_squares", "flat_exact_squares", ([*f32, *b16],)
     targets = torch.tensor([3, -1, 0])
     yield "cross_entropy_rows_", "cross_entropy_rows_", (torch.rand(3, 5), targets, torch.zeros(3, 4))
     logits, log_sum = torch.rand(3, 5).bfloat16(), torch.full((3,), 2.0)

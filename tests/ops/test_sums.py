@@ -1,6 +1,11 @@
-"""Sums in a tree against their recursive definition in torch, on kernels and on torch's operators."""
+"""Sums in a tree against their recursive definition in torch, and exact sums of squares against fractions; on kernels
+and on torch's operators."""
 
 from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
 
 import pytest
 import torch
@@ -12,6 +17,7 @@ from tests.ops.data import DTYPES, bits, normal, on_each_setup
 OPS = torch.ops.deepspeed_c
 PUSHES = {"kernel": OPS.tree_push_, "reference": sums_reference.tree_push_}
 SUMS = {"kernel": OPS.tree_sum_, "reference": sums_reference.tree_sum_}
+SQUARES = {"kernel": OPS.flat_exact_squares, "reference": sums_reference.exact_squares}
 
 
 def tree_sum(leaves: list[Tensor]) -> Tensor:
@@ -131,3 +137,96 @@ def test_sums_are_refused(by, out, levels, n_leaves, scale, words):
     with pytest.raises(ValueError, match=words):
         SUMS[by](out, levels, n_leaves, scale)
     assert (out == 1).all()
+
+
+def any_bits(n: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Elements of any bits: subnormal, infinite and NaN among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.float32:
+        return torch.randint(-(2**31), 2**31, (n,), generator=generator).int().view(dtype)
+    return torch.randint(-(2**15), 2**15, (n,), generator=generator).short().view(dtype)
+
+
+def fraction_of(limbs: Tensor) -> Fraction:
+    return sum(Fraction(limb) * Fraction(2) ** (32 * i - 298) for i, limb in enumerate(limbs.tolist()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("by", SQUARES)
+def test_squares_are_exact(by, dtype):
+    special = [0.0, -0.0, 1e-45, -1e-40, 2.0**-126, 3.4e38, -3.4e38, math.inf, -math.inf, math.nan]
+    tensors = [
+        normal(1025, 1, dtype),
+        any_bits(3000, 2, dtype),
+        torch.tensor(special).to(dtype),
+        torch.zeros(0, dtype=dtype),
+    ]
+    got = SQUARES[by](tensors)
+    elements = [x for tensor in tensors for x in tensor.tolist()]
+    finite = [x for x in elements if math.isfinite(x)]
+    assert fraction_of(got[: sums.N_LIMBS]) == sum(Fraction(x) ** 2 for x in finite)
+    assert got[sums.N_LIMBS] == len(elements) - len(finite)
+    assert got.dtype == torch.int64 and len(got) == sums.N_LIMBS + 1
+    assert ((got >= 0) & (got < 2**32)).all(), got
+
+
+def test_squares_of_parts_add_up_in_float64():
+    x = any_bits(60_001, 3)
+    whole = sums.exact_squares([x])
+    shuffled = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(4))]
+    parts = shuffled.split([1, 0, 20_000, 40_000])
+    limbs = sum(sums.exact_squares([part]).double() for part in parts)
+    value = sums.value_of_limbs(limbs[: sums.N_LIMBS].tolist())
+    assert value == sums.value_of_limbs(whole[: sums.N_LIMBS].tolist()), (value, whole)
+    assert limbs[sums.N_LIMBS] == whole[sums.N_LIMBS]
+    assert torch.equal(sums.exact_squares(parts), whole)
+
+
+def test_squares_on_threads_and_instruction_sets():
+    tensors = [normal(100_003, 1), any_bits(100_003, 2), any_bits(5, 3), normal(70_000, 4, torch.bfloat16)]
+    found = on_each_setup(lambda: tuple(sums.exact_squares(tensors).tolist()))
+    assert set(found.values()) == {tuple(sums_reference.exact_squares(tensors).tolist())}, found
+
+
+def test_squares_with_subnormal_numbers_flushed():
+    x = torch.cat([any_bits(1000, 1), torch.tensor([1e-45, -1e-39] * 600)])
+    wanted = sums.exact_squares([x])
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush subnormal numbers")
+    try:
+        assert torch.equal(sums.exact_squares([x]), wanted)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_squares_of_nothing():
+    assert sums.exact_squares([]).tolist() == [0] * (sums.N_LIMBS + 1)
+    assert sums.exact_squares([torch.zeros(0)]).tolist() == [0] * (sums.N_LIMBS + 1)
+    assert sums.exact_squares([torch.zeros(3, device="meta")]).shape == (sums.N_LIMBS + 1,)
+
+
+@pytest.mark.parametrize("by", SQUARES)
+def test_squares_of_other_dtypes_are_refused(by):
+    with pytest.raises(ValueError, match=r"flat_exact_squares.*tensors\[1\].*int64"):
+        SQUARES[by]([torch.ones(3), torch.ones(3).long()])
+
+
+def test_limbs_of_numbers():
+    numbers = [0.0, -0.0, 1.0, -1.5, 3.4e38, 1e-45, -1e-40, 2.0**341, 2.0**-298, *any_bits(50, 5).tolist()]
+    for x in numbers:
+        if math.isfinite(x):
+            assert sums.value_of_limbs(sums.limbs_of(x)) == x
+        else:
+            assert math.isnan(sums.value_of_limbs(sums.limbs_of(x)))
+    assert math.isnan(sums.value_of_limbs(sums.limbs_of(2.0**342)))
+    assert sums.value_of_limbs(sums.limbs_of(2.0**-299)) == 0.0
+    columns = list(zip(*map(sums.limbs_of, [1e30, 1.0, -1e30])))
+    assert sums.value_of_limbs([sum(column) for column in columns]) == 1.0
+
+
+def test_values_of_limbs_are_rounded_once():
+    draw = random.Random(7)
+    for _ in range(200):
+        limbs = [draw.randrange(-(2**40), 2**40) if draw.random() < 0.5 else 0 for _ in range(sums.N_LIMBS)]
+        wanted = sum(Fraction(limb) * Fraction(2) ** (32 * i - 298) for i, limb in enumerate(limbs))
+        assert sums.value_of_limbs(limbs) == float(wanted), limbs

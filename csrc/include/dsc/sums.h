@@ -43,6 +43,24 @@ DSC_API dsc_status dsc_tree_push(float *const *levels, int32_t n_levels, int64_t
 DSC_API dsc_status dsc_tree_sum(const float *const *levels, int32_t n_levels, int64_t n_leaves, float scale,
                                 const struct dsc_span *out, const struct dsc_par *par);
 
+/*
+ * An exact sum of squares of f32 as a number in base 2^32: the value is the sum over i of limbs[i] * 2^(32 i - 298).
+ * The square of the least f32 is 2^-298, and the squares of INT64_MAX elements have a sum below 2^319. Limbs of several
+ * sums may be added one by one; dsc_exact_carry makes them the limbs of one sum again.
+ */
+#define DSC_EXACT_LIMBS 20
+#define DSC_EXACT_LOWEST (-298)
+
+/*
+ * The sum of the squares of the finite elements of all spans, and the number of the others. No rounding: elements may
+ * be divided among calls, and ordered, in any way. Limbs are in [0, 2^32).
+ */
+DSC_API dsc_status dsc_exact_squares(const struct dsc_span *spans, int64_t n_spans, const struct dsc_par *par,
+                                     int64_t out_limbs[DSC_EXACT_LIMBS], int64_t *out_n_nonfinite);
+
+/* Carries from limb to limb, so that all limbs but the last are in [0, 2^32). The value stays. */
+DSC_API void dsc_exact_carry(int64_t limbs[DSC_EXACT_LIMBS]);
+
 #ifdef __cplusplus
 }
 #endif
