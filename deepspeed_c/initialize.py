@@ -35,7 +35,7 @@ from deepspeed_c.engine.packed_models import dequantize_packed
 from deepspeed_c.engine.pipeline import PipelineEngine, check_pipeline, connect_pipeline
 from deepspeed_c.engine.precision import Precision, dtype_of_weights
 from deepspeed_c.engine.python_gc import CollectorPause
-from deepspeed_c.engine.same_bits import check_alignment, check_optimizer, refuse_what_depends_on_ranks
+from deepspeed_c.engine.same_bits import OptimizerCheck, check_alignment, refuse_what_depends_on_ranks
 from deepspeed_c.engine.shard import lay_out_model, shard_model
 from deepspeed_c.engine.training import Training, TrainingHost
 from deepspeed_c.errors import CommError, ConfigError, FeatureError, ModelError, OptimizerError
@@ -150,8 +150,13 @@ def initialize(
 
     check_layers(model, is_cut=_is_cut(settings.tensor_parallel, settings.hybrid_engine))
     check_same_text("the configuration", settings.lines(), comm, "start all ranks with the same configuration file")
+    optimizer_check = None
     if settings.same_bits.enabled:
-        refuse_what_depends_on_ranks(model, mesh, settings, optimizer)
+        refuse_what_depends_on_ranks(model, mesh, settings.compile, settings.expert_parallel)
+        optimizer_check = OptimizerCheck(
+            model, settings.fp16, settings.bf16, allows_untested=settings.zero_allow_untested_optimizer
+        )
+        optimizer_check.check_given(optimizer, settings.optimizer, comm)
     comm.use_shared_memory(settings.comm.local)
     others_train = pipeline is not None and connect_pipeline(pipeline, mesh)
     dequantize_packed(model)
@@ -189,8 +194,8 @@ def initialize(
         base = build_optimizer(
             settings.optimizer, settings.bf16, model, optimizer, model_parameters, may_be_empty=others_train
         )
-        if settings.same_bits.enabled and base is not None:
-            check_optimizer(base, model, settings)
+        if optimizer_check is not None and base is not None:
+            optimizer_check.check(base)
         zero_optimizer, layout = None, Layout([], [], None)
         check = _check_of(pipeline, settings.zero, comm)
         if base is not None:

@@ -190,11 +190,16 @@ def _computes_on_cpu(context: EditContext) -> bool:
     return context.config.cpu_products == "auto" and get_accelerator().device_name() == "cpu"
 
 
-def _take_over_products(model: torch.nn.Module, context: EditContext) -> Made:
+def _configured_dtypes(context: EditContext) -> list[torch.dtype]:
+    """The 16-bit dtypes that the configuration turns on."""
     config = context.config
     sections = (("fp16", config.fp16), ("bf16", config.bf16), (config.torch_autocast.dtype, config.torch_autocast))
-    dtypes = [DTYPES[name] for name, section in sections if section.enabled]
-    return _Undo(take_over_products(model, dtypes, context.mesh.comm))
+    return [DTYPES[name] for name, section in sections if section.enabled]
+
+
+def _take_over_products(model: torch.nn.Module, context: EditContext) -> Made:
+    dtypes, asks_no_clock = _configured_dtypes(context), context.config.same_bits.enabled
+    return _Undo(take_over_products(model, dtypes, context.mesh.comm, asks_no_clock=asks_no_clock))
 
 
 def _has_same_bits(context: EditContext) -> bool:
@@ -202,7 +207,8 @@ def _has_same_bits(context: EditContext) -> bool:
 
 
 def _hold_arithmetic(model: torch.nn.Module, context: EditContext) -> Arithmetic:
-    return hold_arithmetic(context.config, context.mesh.comm)
+    section, grain = context.config.same_bits, context.config.batch.micro_batch_size
+    return hold_arithmetic(grain, section.threads, _configured_dtypes(context), context.mesh.comm)
 
 
 def _take_over_codes(model: torch.nn.Module, context: EditContext) -> Made:

@@ -1,4 +1,4 @@
-"""A probe of a rank's arithmetic: a few products and functions of a transformer, on inputs that are the same everywhere.
+"""A probe of a rank's arithmetic: products and functions of a transformer, on inputs that are the same everywhere.
 
 Ranks whose processors or libraries round differently have other bits in its results, and would never train alike. Its
 inputs come from integers, so that they do not depend on torch's random numbers.

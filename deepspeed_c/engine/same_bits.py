@@ -5,7 +5,7 @@ refused, torch's threads are set, and the arithmetic of all ranks is compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
@@ -17,11 +17,12 @@ from deepspeed_c.accelerator import get_accelerator
 from deepspeed_c.comm.axes import AXIS_ROWS, Holds, Sees
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.comm.mesh import Mesh
-from deepspeed_c.config import Config
+from deepspeed_c.config.compiler import Compile
 from deepspeed_c.config.optim import OptimizerSection
+from deepspeed_c.config.parallel import ExpertParallel
+from deepspeed_c.config.precision import Bf16, Fp16
 from deepspeed_c.engine.checkpoint.kept_bits import KeptBits
 from deepspeed_c.engine.consistency import check_same_text
-from deepspeed_c.engine.precision import DTYPES
 from deepspeed_c.engine.probe import check_probes, run_probe
 from deepspeed_c.engine.torch_threads import TorchThreads
 from deepspeed_c.errors import ConfigError, FeatureError, ModelError, OptimizerError, RankMismatchError
@@ -34,8 +35,8 @@ from deepspeed_c.zero.weights.param import state_of
 
 __all__ = [
     "Arithmetic",
+    "OptimizerCheck",
     "check_alignment",
-    "check_optimizer",
     "hold_arithmetic",
     "refuse_what_depends_on_ranks",
 ]
@@ -54,16 +55,15 @@ _REFUSED_SCOPES: Mapping[str, str] = {
 }
 
 
-def refuse_what_depends_on_ranks(model: nn.Module, mesh: Mesh, config: Config, optimizer: Any) -> None:
+def refuse_what_depends_on_ranks(
+    model: nn.Module, mesh: Mesh, compiling: Compile, expert_parallel: ExpertParallel
+) -> None:
     """Raises, on all ranks alike, if bits of the run would depend on the number of ranks: ConfigError for axes of the
-    mesh and keys, ModelError for modules, OptimizerError for optimizers, FeatureError for deepcompile. Changes nothing.
-    Collective.
-
-    optimizer: the argument of ``initialize``. An optimizer that a function makes is checked by ``check_optimizer``.
+    mesh and keys, ModelError for modules, FeatureError for deepcompile. Changes nothing. Collective.
     """
     with raised_on_all(mesh.comm, "same_bits"):
         _refuse_axes(mesh)
-        if config.compile.deepcompile:
+        if compiling.deepcompile:
             raise FeatureError(
                 f"does not go with {_KEY}: compiled graphs reduce gradients by their own operators, not in the tree of"
                 " grains",
@@ -71,17 +71,13 @@ def refuse_what_depends_on_ranks(model: nn.Module, mesh: Mesh, config: Config, o
                 fix=f"set it to false, {_OR_OFF}",
             )
         _refuse_modules(model)
-        if config.expert_parallel.enabled and config.expert_parallel.autoep_size > 1:
+        if expert_parallel.enabled and expert_parallel.autoep_size > 1:
             raise ConfigError(
-                f"is {config.expert_parallel.autoep_size} with {_KEY}: ranks that hold experts together multiply the"
-                " tokens of all of them in one product",
+                f"is {expert_parallel.autoep_size} with {_KEY}: ranks that hold experts together multiply the tokens of"
+                " all of them in one product",
                 where="expert_parallel.autoep_size",
                 fix=f"set it to 1, {_OR_OFF}",
             )
-        if isinstance(optimizer, torch.optim.Optimizer):
-            check_optimizer(optimizer, model, config)
-        elif optimizer is None and config.optimizer is not None:
-            _check_section(config.optimizer, model, config)
         if get_accelerator().device_name() != "cpu" and not torch.are_deterministic_algorithms_enabled():
             raise ConfigError(
                 "torch may use algorithms whose sums have another order in each run",
@@ -133,57 +129,64 @@ def _reason_against(module: nn.Module) -> str:
     return ""
 
 
-def check_optimizer(base: torch.optim.Optimizer, model: nn.Module, config: Config) -> None:
-    """Raises OptimizerError for an optimizer whose updates depend on where a shard is cut."""
-    _check_class(
-        type(base),
-        declaration(base).scope,
-        model,
-        config,
-        is_fused=any(group.get("fused") for group in base.param_groups),
-        is_quantized=declaration(base).is_quantized,
-    )
+class OptimizerCheck:
+    """Refuses optimizers whose updates depend on where a shard is cut. allows_untested: the key
+    ``zero_allow_untested_optimizer``."""
 
+    def __init__(self, model: nn.Module, fp16: Fp16, bf16: Bf16, *, allows_untested: bool) -> None:
+        self._allows_untested = allows_untested
+        if fp16.enabled or bf16.enabled:
+            self._has_16bit_masters = bf16.enabled and bf16.bf16_master_weights_and_grads
+        else:
+            trained = (param for param in model.parameters() if param.requires_grad)
+            self._has_16bit_masters = any(param.dtype in _SIXTEEN_BITS for param in trained)
 
-def _check_section(section: OptimizerSection, model: nn.Module, config: Config) -> None:
-    """The same for the optimizer that the configuration names, before it is made."""
-    cls: Any = BY_TYPE.get(section.type.lower())
-    if cls is None or section.params.get("torch_adam"):
-        cls = getattr(torch.optim, {"adam": "Adam", "adamw": "AdamW"}.get(section.type.lower(), section.type), None)
-    if cls is None:
-        return  # build_optimizer names it
-    scope = cls.scope if issubclass(cls, FusedOptimizer) else "element" if cls in TORCH_ELEMENTWISE else None
-    _check_class(cls, scope, model, config, is_fused=bool(section.params.get("fused")), is_quantized=False)
+    def check_given(self, optimizer: Any, section: OptimizerSection | None, comm: Collectives) -> None:
+        """Raises OptimizerError, on all ranks alike, for the argument ``optimizer`` of ``initialize``, or the
+        configuration's section. An optimizer that a function makes is left to ``check``. Collective."""
+        with raised_on_all(comm, "optimizer"):
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self.check(optimizer)
+            elif optimizer is None and section is not None:
+                self._check_section(section)
 
+    def check(self, base: torch.optim.Optimizer) -> None:
+        """Raises OptimizerError."""
+        is_fused = any(group.get("fused") for group in base.param_groups)
+        declared = declaration(base)
+        self._check_class(type(base), declared.scope, is_fused=is_fused, is_quantized=declared.is_quantized)
 
-def _check_class(
-    cls: type, scope: str | None, model: nn.Module, config: Config, *, is_fused: bool, is_quantized: bool
-) -> None:
-    reason, fix = "", "use AdamW, Lion, SGD, Adagrad or Muon of the configuration's section optimizer"
-    is_torchs = cls.__module__.startswith("torch.")
-    if scope in _REFUSED_SCOPES:
-        reason = _REFUSED_SCOPES[scope]
-    elif is_quantized:
-        reason, fix = "its states of 8 bits have scales for blocks of a shard", 'use state_dtype "fp32" or "bf16"'
-    elif scope is None and (is_torchs or not config.zero_allow_untested_optimizer):
-        reason = "it is not known to be elementwise, so its bits may depend on where parameters are cut"
-        fix += '; for a class of your own that is elementwise set "zero_allow_untested_optimizer": true'
-    elif is_torchs and is_fused:
-        reason = "torch's fused kernels round the last elements of a shard in another way than the others"
-        fix = "leave fused=True out"
-    elif is_torchs and _has_16bit_masters(model, config):
-        reason = "on 16-bit masters torch's kernels round the last elements of a shard in another way than the others"
-        fix += ", or keep fp32 masters (section bf16 without bf16_master_weights_and_grads)"
-    if reason:
-        raise OptimizerError(
-            f"{cls.__name__} does not go with {_KEY}: {reason}", where="optimizer", fix=f"{fix}, {_OR_OFF}"
-        )
+    def _check_section(self, section: OptimizerSection) -> None:
+        cls: Any = BY_TYPE.get(section.type.lower())
+        if cls is None or section.params.get("torch_adam"):
+            cls = getattr(torch.optim, {"adam": "Adam", "adamw": "AdamW"}.get(section.type.lower(), section.type), None)
+        if cls is None:
+            return  # build_optimizer names it
+        scope = cls.scope if issubclass(cls, FusedOptimizer) else "element" if cls in TORCH_ELEMENTWISE else None
+        self._check_class(cls, scope, is_fused=bool(section.params.get("fused")), is_quantized=False)
 
-
-def _has_16bit_masters(model: nn.Module, config: Config) -> bool:
-    if config.fp16.enabled or config.bf16.enabled:
-        return config.bf16.enabled and config.bf16.bf16_master_weights_and_grads
-    return any(param.dtype in _SIXTEEN_BITS and param.requires_grad for param in model.parameters())
+    def _check_class(self, cls: type, scope: str | None, *, is_fused: bool, is_quantized: bool) -> None:
+        reason, fix = "", "use AdamW, Lion, SGD, Adagrad or Muon of the configuration's section optimizer"
+        is_torchs = cls.__module__.startswith("torch.")
+        if scope in _REFUSED_SCOPES:
+            reason = _REFUSED_SCOPES[scope]
+        elif is_quantized:
+            reason, fix = "its states of 8 bits have scales for blocks of a shard", 'use state_dtype "fp32" or "bf16"'
+        elif scope is None and (is_torchs or not self._allows_untested):
+            reason = "it is not known to be elementwise, so its bits may depend on where parameters are cut"
+            fix += '; for a class of your own that is elementwise set "zero_allow_untested_optimizer": true'
+        elif is_torchs and is_fused:
+            reason = "torch's fused kernels round the last elements of a shard in another way than the others"
+            fix = "leave fused=True out"
+        elif is_torchs and self._has_16bit_masters:
+            reason = (
+                "on 16-bit masters torch's kernels round the last elements of a shard in another way than the others"
+            )
+            fix += ", or keep fp32 masters (section bf16 without bf16_master_weights_and_grads)"
+        if reason:
+            raise OptimizerError(
+                f"{cls.__name__} does not go with {_KEY}: {reason}", where="optimizer", fix=f"{fix}, {_OR_OFF}"
+            )
 
 
 class Arithmetic(NamedTuple):
@@ -198,9 +201,9 @@ class Arithmetic(NamedTuple):
             self.threads.close()
 
 
-def hold_arithmetic(config: Config, comm: Collectives) -> Arithmetic:
-    """Sets the number of torch's threads, and compares it and the results of a probe, in float32 and in the dtypes of
-    the configuration, between the ranks. Collective.
+def hold_arithmetic(grain: int, n_threads: int | None, dtypes: Iterable[torch.dtype], comm: Collectives) -> Arithmetic:
+    """Sets the number of torch's threads, and compares it and the results of a probe, in float32 and in ``dtypes``,
+    between the ranks. None: leave the threads. Collective.
 
     Raises on all ranks alike, with the threads as before: RankMismatchError for other numbers or other bits, and
     ConfigError as TorchThreads does.
@@ -208,18 +211,15 @@ def hold_arithmetic(config: Config, comm: Collectives) -> Arithmetic:
     with ExitStack() as on_error:
         threads = None
         with raised_on_all(comm, "threads of torch"):
-            if config.same_bits.threads is not None:
-                threads = on_error.enter_context(closing(TorchThreads(config.same_bits.threads)))
+            if n_threads is not None:
+                threads = on_error.enter_context(closing(TorchThreads(n_threads)))
         _check_threads(comm)
-        probe = run_probe(torch.device(get_accelerator().current_device_name()), _dtypes_of(config))
+        probe = run_probe(
+            torch.device(get_accelerator().current_device_name()), list(dict.fromkeys([torch.float32, *dtypes]))
+        )
         check_probes(probe, comm)
         on_error.pop_all()
-    return Arithmetic(KeptBits(config.batch.micro_batch_size, probe), threads)
-
-
-def _dtypes_of(config: Config) -> list[torch.dtype]:
-    sections = (("fp16", config.fp16), ("bf16", config.bf16), (config.torch_autocast.dtype, config.torch_autocast))
-    return list(dict.fromkeys([torch.float32, *(DTYPES[name] for name, section in sections if section.enabled)]))
+    return Arithmetic(KeptBits(grain, probe), threads)
 
 
 def _check_threads(comm: Collectives) -> None:

@@ -1,5 +1,7 @@
-"""The record of ``same_bits`` in a checkpoint: grain, threads and the checksum of a probe. A run that resumes with others
-would go on with other bits, unnoticed."""
+"""The record of ``same_bits`` in a checkpoint: grain, threads and the checksum of a probe.
+
+A run that resumes with others would go on with other bits, unnoticed.
+"""
 
 from __future__ import annotations
 
