@@ -1152,6 +1152,18 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"29M GPT, {n_ranks} ranks, stage {stage}: time of a step of {n_grains} grains with `same_bits` over one without",
+            goal,
+            f"same_bits_{n_ranks}",
+            {"stage": stage},
+            "ratio_to_plain",
+            is_main=n_ranks == 2 and stage == 3,
+        )
+        for n_ranks, n_grains, goal in ((2, 4, "<= 1.05"), (3, 12, "<= 1.1"))
+        for stage in (1, 2, 3)
+    ),
+    *(
+        Figure(
             f"`transformers.Trainer` on a 13M Llama, 2 processes, stage {stage}: {what} over DeepSpeed's",
             goal,
             "trainer_step",

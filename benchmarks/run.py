@@ -580,6 +580,19 @@ BENCHMARKS = [
         "--gigabytes 0.1 --rounds 2",
         n_ranks=2,
     ),
+    *(
+        _script(
+            f"same_bits_{n_ranks}",
+            "training",
+            f"{OURS}/same_bits.py",
+            ("csrc/sums", "csrc/comm", "deepspeed_c/zero", "deepspeed_c/engine", "deepspeed_c/comm"),
+            200,
+            "--rounds 1 --steps 1",
+            n_ranks=n_ranks,
+            args=args,
+        )
+        for n_ranks, args in ((2, ""), (3, "--grains 4"))
+    ),
     _script(
         "saves_by_time",
         "files",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from deepspeed_c.ops.optim import NormedOptimizer
+from deepspeed_c.ops.sums import N_LIMBS, exact_squares
 
 __all__ = ["FusedLamb"]
 
@@ -134,6 +136,38 @@ class FusedLamb(NormedOptimizer):
     def begin_step(self, params: Iterable[Tensor] | None = None) -> None:
         self._ratios = []
         super().begin_step(params)
+
+    @torch.no_grad()
+    def exact_norms(
+        self,
+        group: int,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        copies: Sequence[Tensor | None] = (),
+        grad_scale: float = 1.0,
+    ) -> Tensor:
+        """As :meth:`norms`, with sums that do not depend on how parameters are cut into pieces.
+
+        Returns int64 [n, 2, ``ops.sums.N_LIMBS``], the limbs of both sums. A sum with an element that is not finite has
+        a negative limb.
+        """
+        self.norms(group, params, grads, copies, grad_scale)
+        rows = [[param, self._update_of(group, param)] for param in params]
+        limbs = [[exact_squares([tensor.reshape(-1)]) for tensor in row] for row in rows]
+        table = torch.tensor([[each.tolist() for each in row] for row in limbs], dtype=torch.int64)
+        table = table.view(len(rows), 2, N_LIMBS + 1)
+        return torch.where(table[..., -1:] > 0, -(2**52), table[..., :-1])
+
+    def _update_of(self, group: int, param: Tensor) -> Tensor:
+        """The update of a parameter before its ratio, float32, from moments that :meth:`norms` has updated. Each
+        operation rounds by itself, so an element has the same bits in every piece."""
+        options, state = self.param_groups[group], self.state[param]
+        (step,) = self._opened([param])
+        beta1, beta2 = options["betas"]
+        correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if options["bias_correction"] else (1.0, 1.0)
+        root = state["exp_avg_sq"].float().sqrt().add_(options["eps"] * math.sqrt(correction2))
+        update = state["exp_avg"].float().mul(math.sqrt(correction2) / correction1).div_(root)
+        return update.add_(param.float().mul(options["weight_decay"]))
 
     def _note_ratios(self, ratios: Tensor) -> None:
         self._ratios.append(ratios)

@@ -107,7 +107,7 @@ def _join(problems: list[ConfigError]) -> ConfigError:
 
 
 def _with_grain(root: Root, found: Findings) -> Root:
-    """Take the micro batch from same_bits.grain. The global batch must be given: with a batch that follows from the
+    """Take the micro-batch from same_bits.grain. The global batch must be given: with a batch that follows from the
     number of ranks, bits would depend on it."""
     section, (train, micro, _) = root.same_bits, BATCH_KEYS
     if not section.enabled or root.elasticity.enabled:

@@ -54,6 +54,12 @@ def same_bits_conflicts(root: Any) -> Iterator[tuple[str, str, str]]:
         ),
         ("sparse_gradients", root.sparse_gradients, "rows are added in the order of ranks", "set it to false"),
         (
+            "dataloader_drop_last",
+            root.dataloader_drop_last,
+            "the samples that are left out depend on the number of ranks",
+            "set it to false",
+        ),
+        (
             "sequence_parallel_size",
             root.sequence_parallel_size > 1,
             "ranks along it cut products and their sums",

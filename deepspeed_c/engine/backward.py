@@ -137,15 +137,27 @@ class BackwardPass:
         finally:
             self.is_inside_no_sync = before
 
-    def _begin(self, *, factor: float, output_factor: float = 1.0, starts: Sequence[Any] | None = None) -> None:
+    def _begin(
+        self,
+        *,
+        factor: float,
+        output_factor: float = 1.0,
+        starts: Sequence[Any] | None = None,
+        scale_wrt_gas: bool = True,
+    ) -> None:
         """Begins a pass. Its gradients are multiplied by ``output_factor`` at the outputs, and by ``factor`` when they
-        are collected.
+        are collected. scale_wrt_gas: the engine averages over micro-batches.
 
         starts: the first nodes of the graph. None for a pass that is running already: its first nodes are not known,
         and a callback of autograd ends it.
         """
         self._mesh.enter_phase("backward")
-        self._reducer.begin_backward(is_boundary=self._window.is_boundary(), factor=factor, starts=starts)
+        self._reducer.begin_backward(
+            is_boundary=self._window.is_boundary(),
+            factor=factor,
+            divisor=self._window.divisor(scale_wrt_gas),
+            starts=starts,
+        )
         self._output_factor = output_factor
         if starts is None:
             Variable._execution_engine.queue_callback(self._end)
@@ -153,12 +165,12 @@ class BackwardPass:
     def _end(self) -> None:
         self._reducer.end_backward()
 
-    def run(self, loss: torch.Tensor, factor: float, retain_graph: bool) -> None:
-        """Does the work of ``engine.backward``: computes the gradients of the loss times ``factor``."""
+    def run(self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool) -> None:
+        """Does the work of ``engine.backward``: computes the gradients of the loss times the window's factor."""
         starts = [] if loss.grad_fn is None else [loss.grad_fn]
-        self._begin(factor=1.0, starts=starts)
+        self._begin(factor=1.0, starts=starts, scale_wrt_gas=scale_wrt_gas)
         try:
-            scaled = self.scale(loss, factor)
+            scaled = self.scale(loss, self._window.factor(scale_wrt_gas))
             with ExitStack() as around:
                 if self._has_sharded:
                     around.enter_context(saved_parameters_answer())

@@ -74,7 +74,7 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
         ``backward()`` themselves."""
         optimizer = self._require_optimizer("scale")
         weighed = self._weigh(loss)
-        optimizer.note_loss(weighed, self._window.factor())
+        optimizer.note_loss(weighed, self._window.share())
         return self._passes.scale(weighed, self._window.factor())
 
     def _weigh(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
@@ -105,13 +105,13 @@ class DeepSpeedEngine(WholeModel, TrainingHost):
                 fix="reduce the loss with mean() or sum(); compute it from the engine's output with gradients enabled",
             )
         self._passes.recover()
-        factor = self._window.factor(scale_wrt_gas)
+        share = self._window.share(scale_wrt_gas)
         weighed = self._weigh(loss, retain_graph)
-        optimizer.note_loss(weighed, factor)
+        optimizer.note_loss(weighed, share)
         with self.phases.measure("backward"):
-            self._passes.run(weighed, factor, retain_graph)
+            self._passes.run(weighed, retain_graph, scale_wrt_gas)
         self._flops.end_backward()
-        return loss.detach() * factor
+        return loss.detach() * share
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Postpones the reduction of gradients, at every stage. Meanwhile each rank keeps whole gradients."""

@@ -303,7 +303,7 @@ class PipelineEngine(TrainingHost):
 
         def loss_of(outputs: Any, k: int) -> torch.Tensor:
             loss = self._term_of(self._loss_of(outputs, batches[k]), batches[k][1])
-            self._optimizer.note_loss(loss, self._window.factor())
+            self._optimizer.note_loss(loss, self._window.share())
             return loss
 
         lent = Lent(

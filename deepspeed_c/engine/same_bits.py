@@ -5,7 +5,7 @@ refused, torch's threads are set, and the arithmetic of all ranks is compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
@@ -48,11 +48,6 @@ _OR_OFF = f"or set {_KEY} to false"
 _LINE_BYTES = 64
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
-# Scopes of optimizers (``ops/scope.py``) that are refused, and why.
-_REFUSED_SCOPES: Mapping[str, str] = {
-    "norms": "its ratios come from norms that ranks add in their own order",
-}
 
 
 def refuse_what_depends_on_ranks(
@@ -168,9 +163,7 @@ class OptimizerCheck:
     def _check_class(self, cls: type, scope: str | None, *, is_fused: bool, is_quantized: bool) -> None:
         reason, fix = "", "use AdamW, Lion, SGD, Adagrad or Muon of the configuration's section optimizer"
         is_torchs = cls.__module__.startswith("torch.")
-        if scope in _REFUSED_SCOPES:
-            reason = _REFUSED_SCOPES[scope]
-        elif is_quantized:
+        if is_quantized:
             reason, fix = "its states of 8 bits have scales for blocks of a shard", 'use state_dtype "fp32" or "bf16"'
         elif scope is None and (is_torchs or not self._allows_untested):
             reason = "it is not known to be elementwise, so its bits may depend on where parameters are cut"

@@ -10,6 +10,7 @@ import torch
 
 from deepspeed_c import threads
 from deepspeed_c.accelerator import get_accelerator
+from deepspeed_c.comm.axes import DATA
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.config.offload import OffloadOptimizer
@@ -131,9 +132,11 @@ def make_reducer(
 ) -> GradientReducer:
     """Puts hooks on the trained parameters for their gradients, and makes the buffers for the sums of gradients."""
     sharding = config.zero.sharding
-    if any(unit.states.is_apart for unit in layout.trained):
-        # Gradients move to the host's memory as they arrive. Without sharding their sums would stay on the device.
+    if config.same_bits.enabled or any(unit.states.is_apart for unit in layout.trained):
+        # With same_bits every pass is added to the tree of its window when it ends. With states in the host's memory
+        # gradients move there as they arrive: without sharding their sums would stay on the device.
         sharding = config.zero.sharding._replace(optimizer=True, gradients=True)
+    has_fp32_sums = config.same_bits.enabled or config.zero.offload_optimizer.device != "none"
     reducer = GradientReducer(
         layout.trained,
         sharding,
@@ -145,8 +148,8 @@ def make_reducer(
             gradient_predivide_factor=config.gradient_predivide_factor,
             is_mean=config.gradient_allreduce_op == "mean",
             # Host memory has room for accumulation in fp32.
-            accum_dtype=precision.accum_dtype
-            or (torch.float32 if config.zero.offload_optimizer.device != "none" else None),
+            accum_dtype=precision.accum_dtype or (torch.float32 if has_fp32_sums else None),
+            n_grains=config.batch.accumulation_steps * mesh.size(*DATA) if config.same_bits.enabled else None,
         ),
         pools,
     )

@@ -112,7 +112,11 @@ class TrainingHost(Reductions, ModelHost):
         self._notes: StepNotes | None = None
         if training.optimizer is not None:
             self._notes = StepNotes(60 * config.elasticity.min_time if config.elasticity.enabled else 0)
-        window = Window(config.batch, is_managed=config.managed_gradient_accumulation)
+        window = Window(
+            config.batch,
+            is_managed=config.managed_gradient_accumulation,
+            divides_sums=config.same_bits.enabled,
+        )
         self._state = TrainState(
             window,
             mesh,
@@ -424,7 +428,7 @@ class TrainingHost(Reductions, ModelHost):
             efficiency=sampling_section(self._config.data_efficiency),
             accumulation_steps=self._config.batch.accumulation_steps,
             # A run that resumes by itself may do so on any number of ranks, in the middle of an epoch too.
-            is_unbroken=self._config.checkpoint.auto_resume is not None,
+            is_unbroken=self._config.checkpoint.auto_resume is not None or self._config.same_bits.enabled,
             whole_batches=self._config.same_bits.enabled,
         )
 

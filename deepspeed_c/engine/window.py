@@ -9,10 +9,10 @@ __all__ = ["Window"]
 
 class Window:
     """Counts the micro-batches of one engine. ``is_managed`` (``managed_gradient_accumulation``): the engine decides
-    where a window ends."""
+    where a window ends. ``divides_sums``: gradients are averaged when they have been summed, not on their way."""
 
-    def __init__(self, batch: Batch, *, is_managed: bool) -> None:
-        self.batch, self.is_managed = batch, is_managed
+    def __init__(self, batch: Batch, *, is_managed: bool, divides_sums: bool = False) -> None:
+        self.batch, self.is_managed, self._divides_sums = batch, is_managed, divides_sums
         self.micro_steps = 0
         self._override: bool | None = None
         self._forwards = (-1, 0)  # number of the micro-batch, and of its forward, of the last call of note_forward
@@ -62,6 +62,14 @@ class Window:
         """``micro_steps`` as it was when the present window began."""
         return self.micro_steps - self.n_micro_steps
 
-    def factor(self, scale_wrt_gas: bool = True) -> float:
-        """The factor of a micro-batch's gradients, by which the window's gradients become an average."""
+    def share(self, scale_wrt_gas: bool = True) -> float:
+        """The weight of a micro-batch in the window's average. ``scale_wrt_gas`` False: the caller has divided."""
         return 1.0 / self.batch.accumulation_steps if scale_wrt_gas else 1.0
+
+    def factor(self, scale_wrt_gas: bool = True) -> float:
+        """The factor of a micro-batch's gradients on their way to the window's sum."""
+        return 1.0 if self._divides_sums else self.share(scale_wrt_gas)
+
+    def divisor(self, scale_wrt_gas: bool = True) -> int:
+        """The number of micro-batches that the window's sum is still to be divided by."""
+        return self.batch.accumulation_steps if self._divides_sums and scale_wrt_gas else 1

@@ -14,6 +14,7 @@ from deepspeed_c.buffers import Allocate, BufferPool, ordinary_memory
 from deepspeed_c.comm.work import Work
 from deepspeed_c.zero.gradients.sparse import sparse_sum
 from deepspeed_c.zero.gradients.summing import Summing
+from deepspeed_c.zero.gradients.tree import TreeSum
 from deepspeed_c.zero.layout.unit import Slot, Unit
 
 __all__ = ["Bucket", "GradientPools"]
@@ -55,7 +56,8 @@ class Bucket:
     C hooks write most gradients without calling Python (through ``path``, which knows the bucket by ``number`` and its
     parameters by ``tracker_index``). The other gradients are passed to ``add``.
 
-    Sums are in the dtype of ``result``.
+    Sums are in the dtype of ``result``. With ``same_bits`` they are taken in a tree (``tree.py``), and ``result`` is
+    their mean, as soon as ``settle`` has been called.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Bucket:
         self._begin = unit.bucket_begin[index]
         self._is_on_host = unit.device.type == "cpu"
         self._streams: set = set()
+        self._tree = TreeSum(unit, result, pools.staging) if summing.is_in_tree else None
         self.staging: torch.Tensor | None = None
         self.reset()
 
@@ -99,6 +102,8 @@ class Bucket:
         self._close()
         self.is_launched = False
         self.has_result = False
+        if self._tree is not None:
+            self._tree.reset()
 
     def end_pass(self) -> None:
         """The next backward pass launches the bucket again."""
@@ -144,6 +149,8 @@ class Bucket:
         if self.has_result and fragment is not None:
             begin = fragment.shard_begin - self.unit.shard_offset[self.index]
             self.result.narrow(0, begin, fragment.numel).zero_()
+            if self._tree is not None:
+                self._tree.drop(begin, fragment.numel)
 
     def open(self, will_reduce: bool) -> torch.Tensor:
         """Returns the buffer that collects gradients; makes it if there is none."""
@@ -197,8 +204,16 @@ class Bucket:
             return work
         return work.then(lambda: self._pools.staging.give(staging))
 
+    def settle(self, scale: float) -> None:
+        """Brings ``result`` up to date: ``scale`` times the sum, if sums are taken in a tree. Every rank must call it
+        for the same bucket at the same time."""
+        if self._tree is not None:
+            self._tree.settle(scale)
+
     def _start(self, staging: torch.Tensor) -> Work:
         unit = self.unit
+        if self._tree is not None:
+            return self._tree.add(staging)
         if self._summing.pre_factor != 1.0:
             torch.ops.deepspeed_c.flat_scale_([staging], self._summing.pre_factor)
         # The permanent buffer holds the gradients of the whole window, and none of them has been summed before.

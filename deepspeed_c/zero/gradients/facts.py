@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from deepspeed_c.comm.axes import SP
 from deepspeed_c.comm.mesh import Mesh
+from deepspeed_c.ops.sums import N_LIMBS, limbs_of, value_of_limbs
 from deepspeed_c.zero.gradients.drift import DriftCheck
 from deepspeed_c.zero.gradients.sums import GradientSums
 
@@ -31,7 +32,8 @@ class WindowNotes(NamedTuple):
 
     has_bad_loss: bool
     requests: StepRequests
-    loss: float | None  # sum of this rank's losses, each times 1 / accumulation steps
+    losses: Sequence[tuple[float, float]]  # of this rank's micro-batches, with their weights in the window's mean
+    share: float  # the weight of a micro-batch in the mean: 1 / accumulation steps
     n_tokens: int  # in the batches of this rank
 
 
@@ -55,6 +57,9 @@ class StageFacts(NamedTuple):
     a save, no save]."""
     flags: list[float]
     hashes: list[float]
+    limbs: list[float]
+    """With sums in a tree: the limbs (``ops.sums``) of the sum of squares, and those of the sum of losses. The two
+    numbers above are zero then."""
 
 
 # The length of ``StageFacts.numbers``.
@@ -70,6 +75,7 @@ class FactsExchange:
         self._drift = DriftCheck(sums.units, mesh)
         self._n_parts = mesh.size(SP)
         self._is_first_twin = mesh.tensors.rank == 0
+        self._is_exact = sums.summing.is_in_tree
 
     def sum_over_stage(
         self, notes: WindowNotes, flags: Sequence[float], hash_of_inputs: Callable[[], int]
@@ -80,8 +86,11 @@ class FactsExchange:
         units = self._sums.units
         with_twins = [unit for unit in units if unit.twins.world_size > 1]
         facts = [0.0, 0.0, float(notes.has_bad_loss)]
-        facts += [notes.loss or 0.0, float(notes.loss is not None), float(notes.n_tokens * self._is_first_twin)]
+        loss = 0.0 if self._is_exact else sum(loss * share for loss, share in notes.losses)
+        facts += [loss, float(bool(notes.losses)), float(notes.n_tokens * self._is_first_twin)]
         facts += map(float, notes.requests)
+        if self._is_exact:
+            return self._sum_exactly(facts, [loss for loss, _ in notes.losses], flags)
         squares = self._sums.squares(unit for unit in units if unit not in with_twins and unit.speaks)
         of_twins = self._sums.squares(unit for unit in with_twins if unit.replicas.rank == 0)
         for both in (squares, of_twins) if self._is_first_twin else (squares,):
@@ -89,13 +98,31 @@ class FactsExchange:
         facts += flags
         facts += self._drift.numbers(float(of_twins[1]) if of_twins[1] else of_twins[0], hash_of_inputs)
         summed, end = self._stage.sum_numbers(facts), _N_NUMBERS + len(flags)
-        return StageFacts(summed[:_N_NUMBERS], summed[_N_NUMBERS:end], summed[end:])
+        return StageFacts(summed[:_N_NUMBERS], summed[_N_NUMBERS:end], summed[end:], [])
 
-    def sum_over_stages(self, facts: StageFacts, unused: list[Slot]) -> WindowFacts:
+    def _sum_exactly(self, facts: list[float], losses: Sequence[float], flags: Sequence[float]) -> StageFacts:
+        """As ``sum_over_stage``. Limbs are integers below 2**53, so their sums over ranks are exact. There are no twins:
+        same_bits refuses tensor-parallel ranks."""
+        *squares, facts[1] = self._sums.exact_squares(unit for unit in self._sums.units if unit.speaks)
+        of_losses = [sum(column) for column in zip(*map(limbs_of, losses or [0.0]))]
+        summed = self._stage.sum_numbers([*facts, *flags, *squares, *of_losses])
+        end = _N_NUMBERS + len(flags)
+        return StageFacts(summed[:_N_NUMBERS], summed[_N_NUMBERS:end], [], summed[end:])
+
+    def sum_over_stages(self, facts: StageFacts, unused: list[Slot], share: float) -> WindowFacts:
         """Raises DriftFound on all ranks if twins of any stage differ. unused: the parameters of this stage that no
-        rank gave a gradient."""
+        rank gave a gradient. share: of a micro-batch in the window's mean."""
         mine = [*facts.numbers, float(self._drift.differs(facts.hashes))]
         *numbers, n_drifting = self._pipeline.sum_numbers(mine, label="facts of all stages")
+        loss = None
+        if facts.limbs:
+            numbers[0] = value_of_limbs(facts.limbs[:N_LIMBS])
+            # Ranks and accumulation steps must not divide one after the other: that would round by their numbers.
+            n_losses = round(numbers[4] / share)
+            loss = value_of_limbs(facts.limbs[N_LIMBS:]) / n_losses if n_losses else None
+        elif numbers[4]:
+            # Ranks of a sequence have terms of its loss, and each counts as a rank with a loss.
+            loss = numbers[3] / numbers[4] * self._n_parts
         if n_drifting:
             self._drift.report(facts.hashes, self._sums.results)
         return WindowFacts(
@@ -103,8 +130,7 @@ class FactsExchange:
             n_nonfinite=int(numbers[1]),
             n_bad_losses=int(numbers[2]),
             unused=unused,
-            # Ranks of a sequence have terms of its loss, and each counts as a rank with a loss.
-            loss=numbers[3] / numbers[4] * self._n_parts if numbers[4] else None,
+            loss=loss,
             n_tokens=int(numbers[5]),
             requests=StepRequests(*map(bool, numbers[6:])),
         )

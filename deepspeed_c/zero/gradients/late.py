@@ -66,6 +66,10 @@ class LateBuckets:
         """The buckets with late gradients on any rank. They need another reduction."""
         return sorted({self._slots.bucket_of(slot) for slot in self._at_least(self._late, flags)})
 
+    def names(self, flags: Sequence[float]) -> str:
+        """The names of the parameters with late gradients on any rank."""
+        return _names_of(self._at_least(self._late, flags))
+
     def plan(self, flags: Sequence[float]) -> None:
         """Makes the buckets whose gradients came after their turn on some rank wait in the next window, and no other
         buckets."""
@@ -74,20 +78,25 @@ class LateBuckets:
         self.may_come = bool(slots)
         if slots and not self._has_told:
             self._has_told = True
-            names = ", ".join(slot.name for slot in slots[:MAX_NAMES])
             logger.info(
-                "gradients of %s%s came again after their buckets had been reduced (a second use, as under reentrant checkpointing, or a second"
+                "gradients of %s came again after their buckets had been reduced (a second use, as under reentrant checkpointing, or a second"
                 " backward); as long as such gradients come, their %d of %d buckets are reduced after the others",
-                names,
-                f" and {len(slots) - MAX_NAMES} more parameters" if len(slots) > MAX_NAMES else "",
+                _names_of(slots),
                 len(self.waiting),
                 len(self._slots.buckets),
             )
 
     def forget(self) -> None:
         """Lets no bucket wait any more. Called on all ranks when the order of backward is planned anew: gradients that
-        were late in the old order may be in time in the new order."""
+        were late in the old order may be in time in the new order, and others late."""
         self._have_waiting(set())
+        self.may_come = True
+
+    def await_all_of(self, i: int, *, is_complete: bool) -> None:
+        """Makes bucket ``i`` wait in this window if a gradient of it is missing on any rank at its turn. is_complete:
+        whether this rank has all of them. Collective."""
+        if self._stage.sum_numbers([float(not is_complete)], label="missing gradients")[0]:
+            self._have_waiting(self.waiting | {i})
 
     def _at_least(self, least: int, flags: Sequence[float]) -> list[Slot]:
         return [slot for slot, flag in zip(self._slots.registered, flags) if flag >= least]
@@ -96,3 +105,8 @@ class LateBuckets:
         for i in self.waiting ^ buckets:
             self._path.set_waiting(i, i in buckets)
         self.waiting = buckets
+
+
+def _names_of(slots: Sequence[Slot]) -> str:
+    names = ", ".join(slot.name for slot in slots[:MAX_NAMES])
+    return f"{names} and {len(slots) - MAX_NAMES} more parameters" if len(slots) > MAX_NAMES else names

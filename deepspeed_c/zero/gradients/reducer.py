@@ -33,7 +33,7 @@ from deepspeed_c import _C
 from deepspeed_c.comm.axes import DATA
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config.stages import Sharding
-from deepspeed_c.errors import BackwardError
+from deepspeed_c.errors import BackwardError, StateError
 from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.facts import FactsExchange, WindowFacts, WindowNotes
 from deepspeed_c.zero.gradients.flight import Flight
@@ -107,7 +107,7 @@ class GradientReducer:
         self.flight = Flight(overlaps=settings.overlap_comm)
 
         self.is_in_backward = False
-        self._is_boundary = True
+        self._is_boundary, self._divisor = True, 1
         self._n_postponing = 0  # contexts that postpone reductions: ``no_sync`` and ``coalesce``
         self._passes: Passes | None = None  # set before the first forward
         self._fetcher: Fetcher | None = None
@@ -163,9 +163,12 @@ class GradientReducer:
             is_in_pass=self.is_in_backward, will_reduce=reduces, launches=reduces and self._fetcher is None
         )
 
-    def begin_backward(self, *, is_boundary: bool, factor: float, starts: Sequence[Any] | None = None) -> None:
+    def begin_backward(
+        self, *, is_boundary: bool, factor: float, divisor: int = 1, starts: Sequence[Any] | None = None
+    ) -> None:
         """Called when a backward pass starts. ``factor`` (1 / accumulation steps) multiplies the pass's gradients.
-        ``starts``: the first nodes of the graph; None if the pass is running already."""
+        ``divisor``: the passes that count in the mean, if sums are taken in a tree. ``starts``: the first nodes of the
+        graph; None if the pass is running already."""
         if self.is_in_backward:
             raise BackwardError(
                 "a backward pass began while another had not ended",
@@ -175,7 +178,7 @@ class GradientReducer:
         self._read_edits("loss.backward" if starts is None else "engine.backward")
         self.shown.hide()
         self._on_change()
-        self._is_boundary = is_boundary
+        self._is_boundary, self._divisor = is_boundary, divisor
         self.facts = None
         self.scaling.begin_pass(factor)
         self.is_in_backward = True
@@ -240,19 +243,35 @@ class GradientReducer:
         self.flight.add(bucket.reduce().then(lambda: self._note_sums(bucket)))
 
     def _note_sums(self, bucket: Bucket) -> None:
-        if self.is_in_backward and self._is_boundary:
-            self._on_summed(bucket)
+        if self._is_boundary:
+            self._settle(bucket)
+            if self.is_in_backward:
+                self._on_summed(bucket)
+
+    def _settle(self, bucket: Bucket) -> None:
+        bucket.settle(1.0 / (self._divisor * self.sums.summing.n_ranks))
 
     def launch_bucket(self, i: int) -> None:
         """Called when backward has passed all parameters of bucket ``i``: starts the bucket's reduction if it is due.
         Every rank calls it at the same point of the plan."""
-        if self._reduces_this_backward and self._path.pass_turn(i):
+        if not self._reduces_this_backward:
+            return
+        if self.sums.summing.is_in_tree and self.late.may_come:
+            # A tree takes the gradients of a grain at once.
+            self.late.await_all_of(i, is_complete=self.buckets[i].is_pending and not self._path.missing(i))
+        if self._path.pass_turn(i):
             self._start(i)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Postpones reductions until the first backward outside of the context. Within it gradients are collected
-        unsharded, at every stage."""
+        unsharded, at every stage. Raises StateError with ``same_bits``."""
+        if self.sums.summing.is_in_tree:
+            raise StateError(
+                "adds the gradients of several grains on one rank, and same_bits adds them in the order of a tree",
+                where="engine.no_sync",
+                fix="leave the context out: with same_bits each pass is reduced by itself",
+            )
         self._n_postponing += 1
         self._set_mode()
         try:
@@ -300,10 +319,12 @@ class GradientReducer:
             self._has_unreduced = False
         self._has_passed = True
         self.flight.wait()
+        for bucket in self.buckets:
+            self._settle(bucket)
         found = self._exchange.sum_over_stage(notes, self.late.flags(), hash_of_inputs)
         if self._reduce_late(found.flags):
             found = self._exchange.sum_over_stage(notes, self.late.flags(), hash_of_inputs)
-        self.facts = self._exchange.sum_over_stages(found, self.late.unused(found.flags))
+        self.facts = self._exchange.sum_over_stages(found, self.late.unused(found.flags), notes.share)
         self.late.plan(found.flags)
         return self.facts
 
@@ -312,6 +333,14 @@ class GradientReducer:
 
         flags: the flags of ``late``, summed over the ranks."""
         late = self.late.buckets(flags)
+        if late and self.sums.summing.is_in_tree:
+            names = self.late.names(flags)
+            self.discard()
+            raise BackwardError(
+                f"gradients of {names} came again after their buckets had been added to the tree of same_bits",
+                where="loss.backward",
+                fix="use checkpointing with use_reentrant=False: then the gradients of a pass come at once",
+            )
         if late:
             self._on_change()
             for i in late:

@@ -23,6 +23,7 @@ class ReduceSettings(NamedTuple):
     gradient_predivide_factor: float = 1.0
     is_mean: bool = True  # gradient_allreduce_op
     accum_dtype: torch.dtype | None = None  # grad_accum_dtype; None: the parameters' dtype
+    n_grains: int | None = None  # of a window, over all ranks, with same_bits; None without
 
 
 class Summing(NamedTuple):
@@ -33,11 +34,14 @@ class Summing(NamedTuple):
     pre_factor: float  # of gradients, before they are summed
     post_factor: float = 1.0  # of sums, when they are made
     step_factor: float = 1.0  # of sums, in the optimizer's step
+    n_ranks: int = 1  # that count in the mean
 
     @classmethod
     def make(cls, settings: ReduceSettings, sharding: Sharding, n_ranks: int) -> Summing:
         """n_ranks: the ranks that count in the mean. Tensor-parallel ranks do not: they have parts of one gradient, or
         the same gradient. Ranks that share a sequence do not either: their gradients are terms of one mean."""
+        if settings.n_grains is not None:
+            return cls(settings, 1.0, n_ranks=n_ranks)
         if settings.prescale_gradients:
             pre_factor, after = 1.0 / n_ranks, 1.0
         else:
@@ -48,13 +52,19 @@ class Summing(NamedTuple):
         # Sums of shards are averaged in the optimizer's single pass. Callers read whole gradients, so those are
         # averaged when they are summed.
         if sharding.optimizer:
-            return cls(settings, pre_factor, step_factor=after)
-        return cls(settings, pre_factor, post_factor=after)
+            return cls(settings, pre_factor, step_factor=after, n_ranks=n_ranks)
+        return cls(settings, pre_factor, post_factor=after, n_ranks=n_ranks)
+
+    @property
+    def is_in_tree(self) -> bool:
+        """Whether sums are taken in a tree over the grains of a window. They are multiplied once, when the tree is
+        complete, by the number that makes them a mean."""
+        return self.settings.n_grains is not None
 
     def is_in_place(self, unit: Unit) -> bool:
         """Whether collected gradients of ``unit`` are their sum already. An expert that no other rank holds has nobody
         to sum with, but the factors of a mean over all data-parallel ranks apply to it as well."""
-        return unit.sums_in_place and self.pre_factor == self.post_factor == 1.0
+        return unit.sums_in_place and self.pre_factor == self.post_factor == 1.0 and not self.is_in_tree
 
     def dtype_of(self, unit: Unit) -> torch.dtype:
         """The dtype in which the summed gradients of ``unit`` are stored."""

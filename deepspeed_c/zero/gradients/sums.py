@@ -12,6 +12,7 @@ from deepspeed_c.config.stages import Sharding
 from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.slots import SlotTable
 from deepspeed_c.zero.gradients.summing import Summing
+from deepspeed_c.zero.gradients.tree import TreeSum
 
 if TYPE_CHECKING:
     from deepspeed_c.zero.layout.unit import Slot, Unit
@@ -40,6 +41,8 @@ class GradientSums:
             if not sharding.gradients or in_place:
                 self._wholes[unit] = unit.new_zeros(unit.flat_elems, dtype)
             self.n_bytes[unit] = sum(sums[unit].nbytes for sums in (self._shards, self._wholes) if unit in sums)
+            if summing.settings.n_grains is not None:
+                self.n_bytes[unit] += TreeSum.planned_bytes(unit, summing.n_ranks, summing.settings.n_grains)
             if not sharding.optimizer and unit not in self._shards and dtype == unit.dtype:
                 # ``data`` gives each view a version counter of its own: it shows whether a caller has written to this
                 # gradient.
@@ -74,6 +77,12 @@ class GradientSums:
         """[sum of squares, non-finite elements] of this rank's part of the sums of ``units``."""
         results = [r for unit in units for r in self.results[unit] if r.numel()]
         return torch.ops.deepspeed_c.flat_sumsq(results).tolist() if results else [0.0, 0.0]
+
+    def exact_squares(self, units: Iterable[Unit]) -> list[int]:
+        """The limbs (``ops.sums``) of the sum of squares of this rank's part of the sums of ``units``, and the number
+        of non-finite elements."""
+        results = [r for unit in units for r in self.results[unit] if r.numel()]
+        return torch.ops.deepspeed_c.flat_exact_squares(results).tolist()
 
     def first_nonfinite(self) -> tuple[str, int, int] | None:
         """(name, inf elements, NaN elements) of the first parameter with such elements in this rank's results. It reads

@@ -202,9 +202,9 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 type(self._base).__name__,
             )
 
-    def note_loss(self, loss: torch.Tensor, factor: float) -> None:
-        """Remembers a loss of this window; ``factor`` is its weight in the window's mean. Does not wait for a device."""
-        self._losses.note(loss, factor)
+    def note_loss(self, loss: torch.Tensor, share: float) -> None:
+        """Remembers a loss of this window; ``share`` is its weight in the window's mean. Does not wait for a device."""
+        self._losses.note(loss, share)
 
     def forget_losses(self) -> None:
         self._losses.forget()
@@ -256,7 +256,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Finishes the window's reductions; further calls do nothing. Afterwards gradients may be read and edited until
         ``step``."""
         losses = self._losses
-        notes = WindowNotes(losses.has_bad, self._requests(), losses.total, self._n_tokens())
+        notes = WindowNotes(losses.has_bad, self._requests(), losses.terms, losses.share, self._n_tokens())
         return self.reducer.finish(notes, hash_of_inputs=self._hash_of_inputs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:

@@ -18,29 +18,30 @@ __all__ = ["WindowLosses", "broken_error", "lowest_scale_error", "unused_error",
 
 
 class WindowLosses:
-    """The losses of this window on this rank: their sum, and whether one was inf or NaN."""
+    """The losses of this window on this rank, and whether one was inf or NaN."""
 
     def __init__(self) -> None:
-        self._terms: list[torch.Tensor | float] = []
+        self._terms: list[tuple[torch.Tensor | float, float]] = []
+        self.share = 1.0
+        """The weight of the last loss in its window's mean."""
 
-    def note(self, loss: torch.Tensor, factor: float) -> None:
-        """Adds a loss times ``factor``. Does not wait for a device."""
-        term = loss.detach()
-        self._terms.append(term.item() * factor if term.device.type == "cpu" else term * factor)
+    def note(self, loss: torch.Tensor, share: float) -> None:
+        """Adds a loss whose weight in the window's mean is ``share``. Does not wait for a device."""
+        loss, self.share = loss.detach(), share
+        self._terms.append((loss.item() if loss.device.type == "cpu" else loss.clone(), share))
 
     def forget(self) -> None:
         self._terms.clear()
 
     @property
-    def total(self) -> float | None:
-        """The sum of the losses; None if there are none. The first read of this or of ``has_bad`` waits for the device."""
-        self._terms = [float(term) for term in self._terms]
-        return sum(self._terms) if self._terms else None
+    def terms(self) -> list[tuple[float, float]]:
+        """(loss, weight) of each loss. The first read of this or of ``has_bad`` waits for the device."""
+        self._terms = [(float(loss), share) for loss, share in self._terms]
+        return list(self._terms)
 
     @property
     def has_bad(self) -> bool:
-        total = self.total
-        return total is not None and not math.isfinite(total)
+        return not all(math.isfinite(loss) for loss, _ in self.terms)
 
     def error(self, comm: Collectives) -> NonFiniteLossError:
         """The error for bad losses. It names the ranks of ``comm`` that had one. Collective."""

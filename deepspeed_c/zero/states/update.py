@@ -198,7 +198,8 @@ class Updates:
     def _sum_norms(self, grad_scale: float, used: dict[Key, list[Entry]]) -> dict[Key, torch.Tensor]:
         keys = self._stored.visit([key for key, entries in used.items() if entries])
         buckets = ((key, used[key], self._shards(key[0], used[key], grad_scale)) for key in keys)
-        return sum_norms(self._base, buckets, self._sums.units, self._comm)
+        is_exact = self._sums.summing.is_in_tree
+        return sum_norms(self._base, buckets, self._sums.units, self._comm, is_exact=is_exact)
 
     def _run_plain(self, grad_scale: float, skipped: set[Slot]) -> list[Work]:
         """Updates with any ``torch.optim`` optimizer: sets scaled gradients in the masters' dtype, calls the

@@ -3,12 +3,14 @@ declaration (``scope``) says."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.ops.scope import Shards, declaration
+from deepspeed_c.ops.sums import N_LIMBS, value_of_limbs
 from deepspeed_c.zero.layout.unit import Slot, Unit
 from deepspeed_c.zero.states.entries import Entry
 
@@ -75,9 +77,12 @@ def sum_norms(
     buckets: Iterable[tuple[Key, Sequence[Entry], Shards]],
     units: Sequence[Unit],
     comm: Collectives,
+    *,
+    is_exact: bool = False,
 ) -> dict[Key, torch.Tensor]:
     """Sums of squares over whole parameters. If ``units`` are cut, or hold parts of logical tensors, the pieces of a
-    parameter lie on several ranks of ``comm``. The sum then takes one small collective.
+    parameter lie on several ranks of ``comm``. The sum then takes one small collective. is_exact: the sums do not
+    depend on how parameters are cut (``same_bits``).
 
     Returns float64 [entries of the bucket, 2] for each bucket, on the host.
     """
@@ -86,13 +91,22 @@ def sum_norms(
     # buckets.
     slots = sorted((slot for unit in units for slot in unit.slots), key=lambda slot: slot.order)
     numbers = {slot: number for number, slot in enumerate(slots)}
-    table = torch.zeros(len(slots), 2, dtype=torch.float64)
+    table = torch.zeros(len(slots), 2, N_LIMBS if is_exact else 1, dtype=torch.float64)
     places: dict[Key, list[int]] = {}
     for key, entries, shards in buckets:
         at = places[key] = [numbers[entry.fragment.slot] for entry in entries]
         # ``norms`` also updates the moments, so every rank calls it, even if the result of another rank's copy counts.
-        norms = base.norms(*shards[:5]).to(table.device)
+        sums = base.exact_norms(*shards[:5]) if is_exact else base.norms(*shards[:5]).unsqueeze(-1)
+        norms = sums.to(table)
         table[at] = norms if key[0].speaks or not is_cut else torch.zeros_like(norms)
     if is_cut:
-        table = torch.tensor(comm.sum_numbers(table.view(-1).tolist()), dtype=torch.float64).view(-1, 2)
-    return {key: table[at] for key, at in places.items()}
+        table = torch.tensor(comm.sum_numbers(table.view(-1).tolist()), dtype=torch.float64).view(table.shape)
+    values = torch.tensor([_value_of(limbs) for limbs in table.flatten(0, 1).tolist()], dtype=torch.float64).view(-1, 2)
+    return {key: values[at] for key, at in places.items()}
+
+
+def _value_of(limbs: list[float]) -> float:
+    """A sum of squares from its limbs, NaN if an element is not finite; a single number stands for itself."""
+    if len(limbs) == 1:
+        return limbs[0]
+    return math.nan if min(limbs) < 0 else value_of_limbs(limbs)

@@ -167,7 +167,6 @@ def test_optimizers_that_depend_on_the_cut_are_refused(rank: int, world: int, st
     adam = torch.optim.Adam
     no_fp32 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
     cases: list[tuple[str, Callable[[list], Any] | None, dict, Callable[[], nn.Module]]] = [
-        ("Lamb does not go", None, {"optimizer": "Lamb"}, small_model),
         ("Adafactor does not go", None, {"optimizer": "Adafactor"}, small_model),
         ("Adam does not go with same_bits.enabled: torch's fused", lambda p: adam(p, fused=True), {}, small_model),
         ("Own does not go with same_bits.enabled: it is not known", Own, {}, small_model),

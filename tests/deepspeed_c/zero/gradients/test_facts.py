@@ -28,7 +28,7 @@ def test_all_ranks_agree_on_the_facts(rank: int, world: int, stage: int) -> None
     engine.backward(engine(batch(rank, 0)).square().mean())
     sum(want(batch(r, 0).double()).square().mean() / world for r in range(world)).backward()
     requests = StepRequests(stop=rank != 1, save=rank == 0, is_saving=False)
-    notes = WindowNotes(rank == 1, requests, None if rank == 1 else 1.5 + rank, n_tokens=10 + rank)
+    notes = WindowNotes(rank == 1, requests, [] if rank == 1 else [(1.5 + rank, 1.0)], 1.0, n_tokens=10 + rank)
     facts = reducer.finish(notes)
     norm = torch.stack([p.grad.norm() for p in want.parameters() if p.grad is not None]).norm().item()
     got = facts.norm * reducer.sums.summing.step_factor

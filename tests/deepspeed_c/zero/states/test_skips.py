@@ -33,13 +33,13 @@ def test_one_bad_loss_of_a_window_is_remembered(bad: float) -> None:
     assert not losses.has_bad
 
 
-def test_losses_add_up_by_their_factors() -> None:
+def test_losses_are_kept_with_their_weights() -> None:
     losses = WindowLosses()
-    assert losses.total is None
+    assert not losses.terms
     value = torch.tensor(3.0)
     losses.note(value, 0.25)
     value *= 100.0  # the caller changes its value after backward
     losses.note(torch.tensor([[5.0]], requires_grad=True), 0.75)
-    assert losses.total == 0.75 + 3.75 and not losses.has_bad
+    assert losses.terms == [(3.0, 0.25), (5.0, 0.75)] and not losses.has_bad
     losses.forget()
-    assert losses.total is None
+    assert not losses.terms
