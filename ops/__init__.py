@@ -7,7 +7,8 @@ import importlib
 from typing import Any
 
 from deepspeed_c import _C  # noqa: F401  (registers the operators)
-from deepspeed_c.ops import adagrad, adam, aio, fake, flat, lamb, lion, muon, op_builder, optim, q8, sgd, sums  # noqa: F401
+from deepspeed_c.ops import adagrad, adam, aio, fake, flat, lamb, lion, muon, op_builder, optim, q8, sgd  # noqa: F401
+from deepspeed_c.ops import sums as sums
 
 __all__ = [
     "adagrad",

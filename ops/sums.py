@@ -55,18 +55,20 @@ def tree_sum_(out: Tensor, levels: Sequence[Tensor], n_leaves: int, *, scale: fl
 def exact_squares(tensors: Sequence[Tensor]) -> Tensor:
     """The exact sum of the squares of all finite elements of float32, bfloat16 or float16 tensors on one device.
 
-    Returns int64 [N_LIMBS + 1]: limbs in [0, 2**32), then the number of non-finite elements. The value is the sum over i
-    of ``limbs[i] * 2**(32 * i + LOWEST_EXPONENT)``. Nothing is rounded, so limbs of parts may be added in any order, as
-    integers or in float64 (below 2**53), and `value_of_limbs` of the sums is that of the whole. ValueError for other
-    dtypes, and for tensors of the host with gaps.
+    Returns int64 [N_LIMBS + 1]: limbs in [0, 2**32), then the number of non-finite elements. The value is the sum over
+    i of ``limbs[i] * 2**(32 * i + LOWEST_EXPONENT)``. Nothing is rounded. Limbs of parts may be added in any order, as
+    integers or in float64 (below 2**53): `value_of_limbs` gives the same number for the sums as for the whole.
+    ValueError for other dtypes, and for tensors of the host with gaps.
     """
     return torch.ops.deepspeed_c.flat_exact_squares(tensors)
 
 
 def limbs_of(value: float) -> list[float]:
-    """The limbs of one number, which may be negative: whole numbers with the sign of ``value``. Bits of ``value`` below
-    2**LOWEST_EXPONENT are dropped; float32, bfloat16 and float16 have none. All limbs are NaN if ``value`` is not finite
-    or not below 2**342 in magnitude."""
+    """The limbs of one number, which may be negative: whole numbers with the sign of ``value``.
+
+    Bits of ``value`` below 2**LOWEST_EXPONENT are dropped; float32, bfloat16 and float16 have none. All limbs are NaN
+    if ``value`` is not finite or not below 2**342 in magnitude.
+    """
     if not abs(value) < 2.0 ** (32 * N_LIMBS + LOWEST_EXPONENT):
         return [math.nan] * N_LIMBS
     units = int(math.ldexp(abs(value), -LOWEST_EXPONENT))
@@ -74,7 +76,7 @@ def limbs_of(value: float) -> list[float]:
 
 
 def value_of_limbs(limbs: Sequence[float | int]) -> float:
-    """The number whose limbs, or sums of limbs, these are: added as integers, and rounded once. NaN if a limb is NaN."""
+    """The number with these limbs, or sums of limbs: added as integers, and rounded once. NaN if a limb is NaN."""
     if any(math.isnan(limb) for limb in limbs):
         return math.nan
     units = sum(int(limb) << 32 * i for i, limb in enumerate(limbs))

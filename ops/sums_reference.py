@@ -1,6 +1,6 @@
 """The operators of ``sums`` by PyTorch's operators: for devices without kernels, and for the tests of the kernels.
 
-Bits are those of the kernels: additions in float32 in the same order, or sums of integers.
+Results have the kernels' bits: additions in float32 in the same order, or sums of integers.
 """
 
 from __future__ import annotations
