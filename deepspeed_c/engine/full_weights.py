@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from typing_extensions import Self
@@ -22,20 +23,93 @@ from deepspeed_c.zero.weights.param import state_of
 __all__ = ["RECEIVERS", "FullWeights"]
 
 RECEIVERS = ("rank0", "all", "each")
-# The numbers of ``_agree``: this rank needs no further tensors, needs some, or its weights have changed.
+# The answers of a rank at a meeting: no further tensors needed, some needed, weights changed.
 _DONE, _WANTS, _CHANGED = 0, 1, 2
+
+
+class _EndedTensor(torch.Tensor):
+    """The class of a tensor of the iterator when the next one has been asked for. Its memory is used again, so each
+    read raises StateError."""
+
+    _dsc_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        held = (*args, *(kwargs or {}).values())
+        flat = [each for value in held for each in (value if isinstance(value, list | tuple) else [value])]
+        name = next((each._dsc_name for each in flat if isinstance(each, cls)), "a tensor")
+        raise StateError(
+            "its memory was given to the next weights when they were asked for",
+            where=name,
+            fix="copy a tensor of iter_full_weights in the same turn of the loop, to read it later: tensor.clone()",
+        )
+
+
+def _end_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Takes its memory from a tensor that was handed out. Views that the caller has made of it keep the memory, and it
+    is not used again then."""
+    if type(tensor) is not torch.Tensor:  # a library's class, with memory of its own
+        return
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    tensor._dsc_name = name
+    tensor.__class__ = _EndedTensor
+
+
+class _Stop(NamedTuple):
+    """The gather units, by index, to let go before a piece, and those to start after that."""
+
+    ended: list[int]
+    started: list[int]
+
+
+def _stops_of(needs: Sequence[Sequence[int]], memory: Callable[[int], int], limit: int) -> dict[int, _Stop]:
+    """The stops by the number of their piece. needs: for each piece its units. memory: bytes that a unit takes.
+
+    The units of one piece are held, and those of further pieces up to ``limit`` bytes. The next stop comes when half of
+    the bytes have been used and the next unit has room. So the gathers of one half run while the caller
+    works with the other half. Between two stops nothing is gathered or let go.
+    """
+    stops: dict[int, _Stop] = {}
+    uses: Counter[int] = Counter()  # of units by the pieces first to end - 1
+    held: set[int] = set()
+    first = end = n_bytes = 0
+
+    def fits() -> bool:
+        new = sum(memory(unit) for unit in needs[end] if not uses[unit])
+        return not new or n_bytes + new <= limit
+
+    while end < len(needs):
+        while end < len(needs) and (end == first or fits()):
+            n_bytes += sum(memory(unit) for unit in needs[end] if not uses[unit])
+            uses.update(needs[end])
+            end += 1
+        now = set(uses)
+        stops[first] = _Stop(sorted(held - now), sorted(now - held))
+        held, half = now, n_bytes / 2
+        while first < end < len(needs) and (n_bytes > half or not fits()):
+            uses.subtract(needs[first])
+            for unit in needs[first]:
+                if not uses[unit]:
+                    del uses[unit]
+                    n_bytes -= memory(unit)
+            first += 1
+    return stops
 
 
 class FullWeights(Iterator[tuple[str, torch.Tensor]]):
     """(name, whole tensor) of each weight and buffer of a model. ``DeepSpeedEngine.iter_full_weights`` makes it.
 
-    A tensor is valid until the next one is asked for: copy it to keep it, and do not write to it. While the caller
-    works with a tensor, the gathers of the next ones are on their way. ``entries`` has the names, shapes and dtypes of
-    all tensors, in order, before any of them is gathered.
+    A tensor is valid until the next one is asked for: copy it to keep it, and do not write to it. Its memory is used
+    again then, even if a variable still refers to it, and reads of it raise StateError. While the caller works with a
+    tensor, the gathers of the next ones are on their way. ``entries`` has the names, shapes and dtypes of all tensors,
+    in order, before any of them is gathered.
 
-    The ranks go from piece to piece together. A rank that ends its loop early still takes part in the gathers of the
-    others when the iterator is closed: at the end of a ``for`` loop, by an exception too, or by ``close``. If all ranks
-    that get tensors have ended, the rest is not gathered.
+    The ranks meet before they start gathers, and before each piece whose parts are spread over ranks. Where they meet
+    follows from the model and the arguments, which are the same on all ranks. Between two meetings a rank goes on by
+    itself, and holds the same gathered units as the others. At a meeting each rank says whether it wants further
+    tensors, and whether its weights have changed since the iteration began; if any rank's have, all raise StateError. A
+    rank that ends its loop early goes to the remaining meetings when the iterator is closed: at the end of a ``for``
+    loop, by an exception too, or by ``close``. If all ranks that get tensors have ended, the rest is not gathered.
     """
 
     def __init__(
@@ -71,13 +145,24 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
         self._n_wanted = mine[-1] + 1 if mine else 0  # pieces up to the last one for this rank
         self.entries = [entry for piece in self._pieces for entry in self._entries_of(piece)]
         self._units = [self._units_of(piece) for piece in self._pieces]
-        self._is_collective = mesh.comm.world_size > 1 and (
-            any(unit.source.is_collective for units in self._units for unit in units) or self._parts.are_spread
-        )
+        self._spread = [any(map(self._parts.is_spread, piece.inputs)) for piece in self._pieces]
+        groups = [] if fetcher is None else fetcher.groups
+        indices = [[unit.index for unit in units] for units in self._units]
+        self._stops = _stops_of(indices, lambda index: groups[index].source.cost.memory, self._limit)
+        self._meetings: set[int] = set()  # numbers of pieces, each with a meeting before it
+        if mesh.comm.world_size > 1:
+            self._meetings.update(i for i, is_spread in enumerate(self._spread) if is_spread)
+            for i, stop in self._stops.items():
+                if any(groups[index].source.is_collective for index in stop.started):
+                    self._meetings.add(i)
+        self._last_meeting = max(self._meetings, default=-1)
         self._n_writes = 0 if fetcher is None else fetcher.n_writes
-        self._held: dict[int, int] = {}  # index of a gathered unit -> the last piece that needs it
-        self._next = self._n_started = 0  # pieces
+        self._changed_at: int | None = None  # the next piece at the time of the change
+        self._is_withheld = False  # a tensor of this rank was held back for the change
+        self._held: set[int] = set()  # indices of gathered units
+        self._next = 0  # the number of the next piece
         self._ready: deque[tuple[str, torch.Tensor]] = deque()
+        self._last: tuple[str, torch.Tensor] | None = None
         self._wants, self._is_over = True, False
 
     def _plan(self, module: torch.nn.Module, adapters: str) -> list[PublishedPiece]:
@@ -132,17 +217,23 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
+        self._end_last()
+        if self._ready and self._has_changed():
+            self._is_withheld = True
+            self._ready.clear()
         while not self._ready:
             if not self._advance():
                 raise StopIteration
-        return self._ready.popleft()
+        self._last = self._ready.popleft()
+        return self._last
 
     def close(self) -> None:
-        """Ends the iteration on this rank. Takes part in the gathers of ranks that go on, and lets all units go."""
-        self._wants = False
+        """Ends the iteration on this rank. Goes to the meetings with ranks that go on, and lets all units go. The
+        tensor that was handed out last stays valid."""
+        self._wants, self._last = False, None
         self._ready.clear()
         while self._advance():
-            self._ready.clear()
+            pass
 
     def __enter__(self) -> Self:
         return self
@@ -154,15 +245,35 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
         if not getattr(self, "_is_over", True):
             self.close()
 
+    def _end_last(self) -> None:
+        """Ends the tensor that was handed out last, unless it comes again under another name."""
+        if self._last is not None and not (self._ready and self._ready[0][1] is self._last[1]):
+            _end_tensor(*self._last)
+            self._last = None
+
+    @property
+    def _has_ended(self) -> bool:
+        """Whether this rank gets no further tensors, though there may be some for it."""
+        return self._is_withheld or not self._wants
+
+    def _has_changed(self) -> bool:
+        """Whether this rank's weights have changed since the iteration began."""
+        if self._changed_at is None and self._fetcher is not None and self._fetcher.n_writes != self._n_writes:
+            self._changed_at = self._next
+        return self._changed_at is not None
+
     def _advance(self) -> bool:
-        """Makes the next piece. Returns False, with all units let go, if there is none that a rank wants."""
+        """Makes the next piece, if this rank gets it. Returns False, with all units let go, if there is none that a
+        rank wants."""
         if self._is_over:
             return False
         try:
-            if self._next < len(self._pieces) and self._agree():
-                self._make(self._next)
-                self._next += 1
-                return True
+            if self._next <= self._last_meeting or (self._next < self._n_wanted and not self._has_ended):
+                if self._next not in self._meetings or self._meet():
+                    self._go_on()
+                    return True
+            elif self._wants and self._is_withheld:
+                raise self._changed(self._comm.rank)
         except BaseException:
             self._end()
             raise
@@ -173,68 +284,72 @@ class FullWeights(Iterator[tuple[str, torch.Tensor]]):
         self._is_over = True
         self._let_go(list(self._held))
 
-    def _agree(self) -> bool:
-        """Whether any rank wants further tensors. Raises StateError on all ranks if the weights have changed."""
+    def _meet(self) -> bool:
+        """Whether any rank wants further tensors. Raises StateError on all ranks if the weights of one have changed."""
         mine = _WANTS if self._wants and self._next < self._n_wanted else _DONE
-        if self._fetcher is not None and self._fetcher.n_writes != self._n_writes:
-            mine = _CHANGED
-        said = self._comm.gather_numbers(mine, label="weights wanted") if self._is_collective else [mine]
+        said = self._comm.gather_numbers(_CHANGED if self._has_changed() else mine, label="weights wanted")
         if _CHANGED in said:
-            raise StateError(
-                f"the weights have changed on rank {said.index(_CHANGED)} since the iteration began"
-                f" (at tensor {self._next} of {len(self._pieces)})",
-                where="iter_full_weights",
-                fix="end the iteration before engine.step(), a load or an edit of weights, and begin a new one after it",
-            )
+            raise self._changed(said.index(_CHANGED))
         return max(said) == _WANTS
 
-    def _make(self, number: int) -> None:
-        """Gathers the units of a piece, starts the gathers after it, and keeps the piece's tensors for the caller."""
-        if self._fetcher is not None:
-            self._make_room(number)
-            self._start_until(number)
-            for unit in self._units[number]:
-                unit.finish()
-        piece, receiver = self._pieces[number], self._receivers[number]
+    def _changed(self, rank: int) -> StateError:
+        at = self._next if self._changed_at is None else self._changed_at
+        return StateError(
+            f"the weights have changed on rank {rank} since the iteration began"
+            f" (at tensor {at} of {len(self._pieces)})",
+            where="iter_full_weights",
+            fix="end the iteration before engine.step(), a load or an edit of weights, and begin a new one after it",
+        )
+
+    def _go_on(self) -> None:
+        """Takes part in the collectives of the next piece, and keeps its tensors for the caller."""
+        number = self._next
+        stop = self._stops.get(number)
+        is_mine = self._wants and self._receivers[number] in (None, self._comm.rank)
+        is_withheld = is_mine and self._has_changed()
+        self._is_withheld |= is_withheld
+        if stop is not None:
+            self._let_go([index for index in stop.ended if index in self._held])
+            self._start(stop.started)
+        if is_mine and not is_withheld:
+            whole = self._whole(number)
+            try:
+                self._hand_out(number, whole)
+            except Exception:
+                # The other ranks need nothing of this one's tensors, but they wait for it at their meetings.
+                self._next += 1
+                self.close()
+                raise
+        elif self._spread[number]:
+            self._whole(number)
+        self._next += 1
+
+    def _whole(self, number: int) -> dict[str, torch.Tensor]:
+        """The whole tensors of a piece, by the names of the module, or of all ranks' experts. Collective if they are
+        spread."""
+        for unit in self._units[number]:
+            unit.finish()
         whole: dict[str, torch.Tensor] = {}
-        for name in piece.inputs:
+        for name in self._pieces[number].inputs:
             found = dict(self._parts.everyone(name, self._tensors[name].detach()))
             whole.update({name: next(iter(found.values()))} if len(found) == 1 else found)
-        if not self._wants or receiver not in (None, self._comm.rank):
-            return
+        return whole
+
+    def _hand_out(self, number: int, whole: dict[str, torch.Tensor]) -> None:
+        piece = self._pieces[number]
         made = whole if len(piece.inputs) == 1 and len(whole) > 1 else piece.make(whole)
-        for name, tensor in made.items():
+        for name, found in made.items():
+            tensor = found.detach()  # an object of ours, which can be ended
             self._ready.append((name, tensor))
             self._ready.extend((other, tensor) for other in self._others_of(piece, name))
 
-    def _make_room(self, number: int) -> None:
-        """Lets units go that are not needed any more. The variable of the caller's loop still refers to the piece
-        before ``number``, and memory that is referred to cannot be used for the next unit. So the units of that piece
-        stay for one piece more if there is room."""
-        self._let_go([index for index, last in self._held.items() if last < number - 1])
-        groups = self._fetcher.groups
-        wanted = self._held.keys() | {unit.index for unit in self._units[number]}
-        if sum(groups[index].source.cost.memory for index in wanted) > self._limit:
-            self._let_go([index for index, last in self._held.items() if last < number])
-
-    def _start_until(self, number: int) -> None:
-        """Starts the gathers of a piece, and of the following ones while they take ``bytes_ahead`` at most."""
-        fetcher = self._fetcher
-        n_bytes = sum(fetcher.groups[index].source.cost.memory for index in self._held)
-        for following in range(self._n_started, len(self._pieces)):
-            new = [unit for unit in self._units[following] if unit.index not in self._held]
-            n_new = sum(unit.source.cost.memory for unit in new)
-            if following > number and n_bytes + n_new > self._limit:
-                return
-            n_bytes += n_new
-            self._n_started = following + 1
-            if new:
-                fetcher.pin(new, waits=False)
-            for unit in self._units[following]:
-                self._held[unit.index] = following
+    def _start(self, indices: Sequence[int]) -> None:
+        """Starts the gathers of units."""
+        if indices:
+            self._fetcher.pin([self._fetcher.groups[index] for index in indices], waits=False)
+            self._held.update(indices)
 
     def _let_go(self, indices: Sequence[int]) -> None:
         if indices:
             self._fetcher.unpin([self._fetcher.groups[index] for index in indices])
-        for index in indices:
-            del self._held[index]
+            self._held.difference_update(indices)

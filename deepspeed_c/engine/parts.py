@@ -48,10 +48,9 @@ class Parts:
         everyone = comm.gather_objects(mine, label="cuts of parameters")
         self._holders |= {name: _HeldParts(comm, [cuts[name] for cuts in everyone]) for name in mine}
 
-    @property
-    def are_spread(self) -> bool:
-        """Whether ``everyone`` needs other ranks."""
-        return bool(self._holders or self._experts)
+    def is_spread(self, name: str) -> bool:
+        """Whether ``everyone`` needs other ranks for this tensor. The same on all ranks."""
+        return name in self._holders or len(self.names(name)) > 1
 
     def names(self, name: str) -> list[str]:
         """The names of the tensors that ``everyone`` yields for ``name``: one for each rank that holds another expert
