@@ -1,8 +1,8 @@
 """How long do the whole weights of a model at ZeRO stage 3 take to come one after the other (``iter_full_weights``), against a copy of the same bytes, and how much memory beside the shards?
 
 Two ranks hold a Llama in bf16. The contenders take turns in the same processes: the iterator, whose tensors nobody
-reads, and a copy of as many bytes by ``Tensor.copy_`` from one whole set of tensors to another. "dropped" is a loop that
-deletes its variable before the next tensor. Each rank gets all weights. Memory is the bytes of gathered units that are live together.
+reads, and a copy of as many bytes by ``Tensor.copy_`` from one whole set of tensors to another. Each rank gets all
+weights. Memory is the bytes of gathered units that are live together.
 The bound of the time is the copy itself: a rank cannot receive what nobody writes.
 With an adapter of LoRA the bytes that ``send_weights`` sends are counted: of the adapter alone, and of merged weights
 after a step that has changed the adapter.
@@ -74,20 +74,15 @@ def measure(case: str, width: int, layers: int, rounds: int) -> dict[str, Any]:
 
     def iterate(n: int) -> None:
         for _ in range(n):
-            for _ in engine.iter_full_weights(AHEAD):
+            for _name, _tensor in engine.iter_full_weights(AHEAD):
                 pass
-
-    def iterate_and_drop(n: int) -> None:
-        for _ in range(n):
-            for each in engine.iter_full_weights(AHEAD):
-                del each
 
     def copy(n: int) -> None:
         for _ in range(n):
             for to, tensor in zip(target, whole, strict=True):
                 to.copy_(tensor)
 
-    seconds = time_alternately({"iterator": iterate, "dropped": iterate_and_drop, "copy": copy}, 1, rounds, WARMUP)
+    seconds = time_alternately({"iterator": iterate, "copy": copy}, 1, rounds, WARMUP)
     engine.close()
     return {
         "transport": case,
@@ -95,7 +90,6 @@ def measure(case: str, width: int, layers: int, rounds: int) -> dict[str, Any]:
         "ms": round(median_spread(seconds["iterator"])[0] * 1e3, 1),
         "ms_copy": round(median_spread(seconds["copy"])[0] * 1e3, 1),
         **ratios("ratio_to_copy", seconds["iterator"], seconds["copy"]),
-        **ratios("dropped_to_copy", seconds["dropped"], seconds["copy"]),
         "peak_mb": round(peak / 1e6, 2),
         "largest_unit_mb": round(max(group.source.cost.memory for group in groups) / 1e6, 2),
     }
