@@ -4,6 +4,9 @@ The global batch is cut into *grains*, and each backward pass of a rank gives th
 one pass on each rank: rank r of W has grain ``round * W + r``. Gradients of grains are added in fp32 in one binary tree
 over these positions, whoever has computed them.
 
+[Note: pairs] With two ranks a round is a node of the tree itself: its sum is that of an ordinary reduction, which goes
+straight to its place, or is added to the older node there.
+
 [Note: levels] The tree is that of a binary counter. Grains come in order. While the two newest nodes have equally many
 grains, they are added, the older one first. At most one node of 1, 2, 4, ... grains is left, and the number of grains
 in binary says which. A rank keeps the nodes of its own shard only, so a bucket takes a few buffers of a shard's size.
@@ -44,6 +47,7 @@ class TreeSum:
         self._piece = -(-result.numel() // n_copies)
         self._begin = min(unit.replicas.rank * self._piece, result.numel())
         self._levels: dict[int, torch.Tensor] = {}
+        self._spare: list[torch.Tensor] = []
         self._n_grains = 0
         self._is_settled = True
 
@@ -65,6 +69,8 @@ class TreeSum:
             return Work.done()
         if n_shards == 1:
             return self._send_to_copies(gradients, n_shards)
+        if n_shards == 2 and n_copies == 1 and gradients.device == self._result.device:
+            return self._add_pair(gradients)
         received = self._staging.take(gradients.numel(), gradients.dtype, gradients.device)
         splits = [n] * n_shards
         work = unit.comm.all_to_all(gradients, received, splits, splits, label=_LABEL)
@@ -77,6 +83,31 @@ class TreeSum:
             self._staging.give(received)
 
         return work.then(finish)
+
+    def _add_pair(self, gradients: torch.Tensor) -> Work:
+        """``add`` for two ranks; see [Note: pairs]."""
+        before = self._n_grains
+        has_older = bool(before >> 1 & 1)
+        work = self._unit.comm.reduce_scatter(gradients, self._level(1), accumulate=has_older, label=_LABEL)
+
+        def finish() -> None:
+            node, level = self._levels.pop(1), 2 if has_older else 1
+            while before >> level & 1:
+                older = self._levels.pop(level)
+                older.add_(node)
+                self._spare.append(node)
+                node, level = older, level + 1
+            self._levels[level] = node
+            self._n_grains, self._is_settled = before + 2, False
+
+        return work.then(finish)
+
+    def _level(self, level: int) -> torch.Tensor:
+        """The memory of a level."""
+        if level not in self._levels:
+            spare = self._spare
+            self._levels[level] = spare.pop() if spare else self._unit.states.new_zeros(self._piece, torch.float32)
+        return self._levels[level]
 
     def _send_to_copies(self, slices: torch.Tensor, n_slices: int) -> Work:
         """Sends to each rank that holds a copy its piece of each of ``slices`` [n_slices, slice], and adds the pieces
@@ -108,10 +139,8 @@ class TreeSum:
 
     def _nodes(self, used: set[int], n_grains: int) -> list[torch.Tensor]:
         """A tensor for each level up to that of ``n_grains``; those that are not ``used`` are not touched."""
-        for level in sorted(used - self._levels.keys()):
-            self._levels[level] = self._unit.states.new_zeros(self._piece, torch.float32)
-        other = self._levels[max(used)]
-        return [self._levels.get(level, other) for level in range(n_grains.bit_length())]
+        levels = {level: self._level(level) for level in used}
+        return [levels.get(level, levels[max(used)]) for level in range(n_grains.bit_length())]
 
     def settle(self, scale: float) -> None:
         """Writes ``scale`` times the sum to the result. Collective if ranks hold copies. The tree stays as it is."""
@@ -139,4 +168,6 @@ class TreeSum:
 
     def reset(self) -> None:
         """Begins a window."""
+        self._spare += self._levels.values()
+        self._levels.clear()
         self._n_grains, self._is_settled = 0, True
