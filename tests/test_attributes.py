@@ -132,6 +132,7 @@ PERMITTED: dict[str, str] = {
         ),
         "torch's own: a parameter's class says what its attributes answer",
     ),
+    "engine/full_weights.py: tensor.__class__": "torch's own: a tensor that has ended refuses reads, as a released parameter does",
     **dict.fromkeys(
         (
             *("__init__.py: value.__class__", "__init__.py: sys.modules[__name__].__class__"),

@@ -89,9 +89,10 @@ class WholeModel:
         ```
 
         Names and shapes are those of the model's files: transformers' where the module is one of its models. A tensor
-        is valid until the next one is asked for. At stage 3 the next tensors are gathered meanwhile, and a rank holds
-        ``bytes_ahead`` beside its shard, or one gather unit if that is larger. Tied weights come under each of their
-        names, one after the other, as one tensor; ``entries`` of the iterator says which are tied or frozen.
+        is valid until the next one is asked for; later reads of it raise StateError. At stage 3 the next tensors are
+        gathered meanwhile, and a rank holds ``bytes_ahead`` beside its shard, or one gather unit if that is larger.
+        Tied weights come under each of their names, one after the other, as one tensor; ``entries`` of the iterator
+        says which are tied or frozen.
 
         adapters: what comes of a model of peft: "merged" (weights with the active adapters added), "apart" (the weights
         without them, then peft's names) or "only" (the adapters). to: the ranks that get tensors: "all", "rank0", or
@@ -99,8 +100,9 @@ class WholeModel:
         come under their numbers.
 
         Collective where weights are sharded or cut: all ranks iterate, those without tensors too. A rank may leave its
-        loop early. Raises ConfigError for arguments, StateError during a pass and, on all ranks, where weights have
-        changed since the iteration began; FeatureError for an adapter of quantized weights with "merged".
+        loop early. Raises ConfigError for arguments; StateError during a pass and, on all ranks that have not got all
+        their tensors, where weights have changed since the iteration began; FeatureError for an adapter of quantized
+        weights with "merged".
         """
         self._require_open()
         self._require_states("iter_full_weights")
@@ -118,7 +120,7 @@ class WholeModel:
         """Sends the weights, as ``iter_full_weights`` gives them, from rank 0 to a receiver. Collective.
 
         target: a folder, which ``deepspeed_c.transfer.WeightsFolder`` reads; a function that is called with each name
-        and tensor; or a process group of torch with rank 0 in it, whose other ranks call
+        and tensor (valid during the call); or a process group of torch with rank 0 in it, whose other ranks call
         ``deepspeed_c.transfer.receive_weights``. Only rank 0's target counts.
 
         version: the number of what is sent; default: one more than the receiver's. changed_only: sends only tensors

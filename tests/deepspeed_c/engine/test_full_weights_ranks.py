@@ -226,7 +226,7 @@ def test_a_tensor_ends_when_the_next_one_is_asked_for():
         assert "tensor.clone()" in said, said
 
 
-def reuse_body(rank: int, world: int) -> Any:
+def reuse_body(rank: int, world: int, folder: str) -> Any:
     with make_engine("stage3") as engine:
         pool = engine._fetcher.means.pool
         made = []
@@ -238,12 +238,13 @@ def reuse_body(rank: int, world: int) -> Any:
             for name, tensor in engine.iter_full_weights("30kB"):
                 pass
             engine.send_weights(lambda name, tensor: None, changed_only=False)
+            engine.send_weights(folder, changed_only=False)
         assert name and isinstance(tensor, torch.Tensor)
         return made
 
 
-def test_memory_is_used_again_while_the_loop_s_variable_lives():
-    assert run_ranks(2, reuse_body, timeout=LIMIT_SECONDS) == [[], []]
+def test_memory_is_used_again_while_the_loop_s_variable_lives(tmp_path):
+    assert run_ranks(2, reuse_body, str(tmp_path), timeout=LIMIT_SECONDS) == [[], []]
 
 
 def test_stops_hold_what_pieces_need_within_the_limit():
