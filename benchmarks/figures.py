@@ -1149,7 +1149,6 @@ FIGURES = [
             f"same_bits_{n_ranks}",
             {"stage": stage},
             "ratio_to_plain",
-            is_important=stage == 3,
         )
         for n_ranks, n_grains, goal in ((2, 4, "<= 1.05"), (3, 12, "<= 1.1"))
         for stage in (1, 2, 3)

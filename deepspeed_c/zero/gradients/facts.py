@@ -101,8 +101,8 @@ class FactsExchange:
         return StageFacts(summed[:_N_NUMBERS], summed[_N_NUMBERS:end], summed[end:], [])
 
     def _sum_exactly(self, facts: list[float], losses: Sequence[float], flags: Sequence[float]) -> StageFacts:
-        """As ``sum_over_stage``. Limbs are integers below 2**53, so their sums over ranks are exact. There are no twins:
-        same_bits refuses tensor-parallel ranks."""
+        """As ``sum_over_stage``. Limbs are integers below 2**53, so their sums over ranks are exact. There are no
+        twins: same_bits refuses tensor-parallel ranks."""
         *squares, facts[1] = self._sums.exact_squares(unit for unit in self._sums.units if unit.speaks)
         of_losses = [sum(column) for column in zip(*map(limbs_of, losses or [0.0]))]
         summed = self._stage.sum_numbers([*facts, *flags, *squares, *of_losses])

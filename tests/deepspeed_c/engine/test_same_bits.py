@@ -193,7 +193,7 @@ def test_bits_do_not_depend_on_ranks_and_places(group: str, dtype: str, tmp_path
 
 
 @pytest.mark.always
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_bits_with_everything_at_once(dtype: str, tmp_path: Path) -> None:
     cells = mixed_cells(dtype, str(tmp_path))
     expected = run_ranks(1, train_all, cells[:1], 3)[0][0]
