@@ -143,10 +143,9 @@ class BackwardPass:
         factor: float,
         output_factor: float = 1.0,
         starts: Sequence[Any] | None = None,
-        scale_wrt_gas: bool = True,
     ) -> None:
         """Begins a pass. Its gradients are multiplied by ``output_factor`` at the outputs, and by ``factor`` when they
-        are collected. scale_wrt_gas: the engine averages over micro-batches.
+        are collected.
 
         starts: the first nodes of the graph. None for a pass that is running already: its first nodes are not known,
         and a callback of autograd ends it.
@@ -155,7 +154,7 @@ class BackwardPass:
         self._reducer.begin_backward(
             is_boundary=self._window.is_boundary(),
             factor=factor,
-            divisor=self._window.divisor(scale_wrt_gas),
+            divisor=self._window.divisor(),
             starts=starts,
         )
         self._output_factor = output_factor
@@ -168,7 +167,7 @@ class BackwardPass:
     def run(self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool) -> None:
         """Does the work of ``engine.backward``: computes the gradients of the loss times the window's factor."""
         starts = [] if loss.grad_fn is None else [loss.grad_fn]
-        self._begin(factor=1.0, starts=starts, scale_wrt_gas=scale_wrt_gas)
+        self._begin(factor=1.0, starts=starts)
         try:
             scaled = self.scale(loss, self._window.factor(scale_wrt_gas))
             with ExitStack() as around:

@@ -67,9 +67,16 @@ class Window:
         return 1.0 / self.batch.accumulation_steps if scale_wrt_gas else 1.0
 
     def factor(self, scale_wrt_gas: bool = True) -> float:
-        """The factor of a micro-batch's gradients on their way to the window's sum."""
-        return 1.0 if self._divides_sums else self.share(scale_wrt_gas)
+        """The factor of a micro-batch's gradients on their way to the window's sum.
 
-    def divisor(self, scale_wrt_gas: bool = True) -> int:
+        If sums are divided at their end, all of them are divided by the number of micro-batches. A loss that the caller
+        has divided is multiplied by it first. A division by the number of micro-batches, as by 3, would be rounded; but
+        3 times 1/3 is 1 again, so gradients are those of the loss that was not divided.
+        """
+        if self._divides_sums:
+            return 1.0 if scale_wrt_gas else float(self.batch.accumulation_steps)
+        return self.share(scale_wrt_gas)
+
+    def divisor(self) -> int:
         """The number of micro-batches that the window's sum is still to be divided by."""
-        return self.batch.accumulation_steps if self._divides_sums and scale_wrt_gas else 1
+        return self.batch.accumulation_steps if self._divides_sums else 1

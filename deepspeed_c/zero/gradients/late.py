@@ -47,6 +47,7 @@ class LateBuckets:
         """Whether the next reduced pass may have late gradients; alike on all ranks."""
         self.waiting: set[int] = set()
         """Buckets that are launched after all others; alike on all ranks."""
+        self._is_replanned = False  # the order of backward has changed since the last call of ``plan``
         self._has_told = False
 
     def flags(self) -> list[float]:
@@ -75,7 +76,9 @@ class LateBuckets:
         buckets."""
         slots = self._at_least(self._after_turn, flags)
         self._have_waiting({self._slots.bucket_of(slot) for slot in slots})
-        self.may_come = bool(slots)
+        # The flags of a window whose order has changed at its end say nothing of the new order.
+        self.may_come = bool(slots) or self._is_replanned
+        self._is_replanned = False
         if slots and not self._has_told:
             self._has_told = True
             logger.info(
@@ -90,7 +93,7 @@ class LateBuckets:
         """Lets no bucket wait any more. Called on all ranks when the order of backward is planned anew: gradients that
         were late in the old order may be in time in the new order, and others late."""
         self._have_waiting(set())
-        self.may_come = True
+        self.may_come = self._is_replanned = True
 
     def await_all_of(self, i: int, *, is_complete: bool) -> None:
         """Makes bucket ``i`` wait in this window if a gradient of it is missing on any rank at its turn. is_complete:

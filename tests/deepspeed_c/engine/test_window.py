@@ -24,6 +24,11 @@ def test_every_window_of_a_managed_run_ends_with_its_last_micro_batch(gas):
     assert window.factor() == 1 / gas and window.factor(scale_wrt_gas=False) == 1.0
 
 
+def test_sums_that_are_divided_at_their_end_take_losses_as_if_the_caller_had_not_divided():
+    window = Window(Batch(36, 4, 3, 3), is_managed=True, divides_sums=True)
+    assert (window.factor(), window.factor(scale_wrt_gas=False), window.divisor()) == (1.0, 3.0, 3)
+
+
 def test_a_caller_who_steers_says_what_is_a_boundary():
     window = make(4)
     window.place(6)
