@@ -43,6 +43,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static uint32_t slices[8][256]; /* slices[k][b]: the register after byte b and k zero bytes */
 static struct shift shift_long; /* maps a register to its value after LONG_BYTES zero bytes */
 static struct shift shift_short;
+static uint32_t powers[64]; /* powers[k]: x^(8 * 2^k) */
 static bool has_instruction;
 
 uint32_t dsc_crc32c_multiply(uint32_t a, uint32_t b)
@@ -50,27 +51,26 @@ uint32_t dsc_crc32c_multiply(uint32_t a, uint32_t b)
     uint32_t product = 0;
 
     for (int bit = 31; bit >= 0; bit--) { /* the coefficients of a from x^0 up; b is multiplied by x each time */
-        if ((a >> bit & 1) != 0)
-            product ^= b;
-        b = (b & 1) != 0 ? b >> 1 ^ POLYNOMIAL : b >> 1;
+        product ^= b & (0 - (a >> bit & 1));
+        b = b >> 1 ^ (POLYNOMIAL & (0 - (b & 1)));
     }
     return product;
 }
 
-uint32_t dsc_crc32c_power(uint64_t n_bytes)
+/* As dsc_crc32c_power, once `powers` is filled. */
+static uint32_t power_of(uint64_t n_bytes)
 {
     uint32_t power = UINT32_C(1) << 31; /* x^0 */
-    uint32_t x8 = UINT32_C(1) << 23;
 
-    for (uint64_t n = n_bytes; n > 0; n >>= 1, x8 = dsc_crc32c_multiply(x8, x8))
-        if ((n & 1) != 0)
-            power = dsc_crc32c_multiply(power, x8);
+    for (int k = 0; n_bytes != 0; k++, n_bytes >>= 1)
+        if ((n_bytes & 1) != 0)
+            power = dsc_crc32c_multiply(power, powers[k]);
     return power;
 }
 
 static void init_shift(struct shift *shift, size_t n_bytes)
 {
-    uint32_t power = dsc_crc32c_power(n_bytes);
+    uint32_t power = power_of(n_bytes);
 
     for (int byte = 0; byte < 4; byte++)
         for (uint32_t value = 0; value < 256; value++)
@@ -89,6 +89,9 @@ static void init(void)
     for (int k = 1; k < 8; k++)
         for (int byte = 0; byte < 256; byte++)
             slices[k][byte] = slices[k - 1][byte] >> 8 ^ slices[0][slices[k - 1][byte] & 0xff];
+    powers[0] = UINT32_C(1) << 23; /* x^8 */
+    for (int k = 1; k < 64; k++)
+        powers[k] = dsc_crc32c_multiply(powers[k - 1], powers[k - 1]);
     init_shift(&shift_long, LONG_BYTES);
     init_shift(&shift_short, SHORT_BYTES);
 #if defined(__x86_64__)
@@ -97,6 +100,12 @@ static void init(void)
 #elif HAVE_INSTRUCTION
     has_instruction = (getauxval(AT_HWCAP) & HWCAP_BIT_CRC32) != 0;
 #endif
+}
+
+uint32_t dsc_crc32c_power(uint64_t n_bytes)
+{
+    pthread_once(&once, init);
+    return power_of(n_bytes);
 }
 
 /* Little-endian on every machine. */

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,109 +15,211 @@ from deepspeed_c.checkpoint.native.save import STAGING_BYTES, OwnedPiece
 from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.errors import DeepSpeedCError, RankMismatchError, StateError
 
-__all__ = ["fingerprint_of_ranks"]
+__all__ = ["RankPrints"]
+
+# Bytes that one pass of the threads goes over: so many that the threads' start and end do not count, and few enough for
+# copies of elements that lie apart.
+BATCH_BYTES = 256 << 20
+
+# What a rank says of its pieces beside their checksums.
+_AS_BEFORE, _OTHERS, _FAILED = range(3)
 
 
 class _PieceKey(NamedTuple):
-    """The elements of a piece within its logical tensor; ``part`` as for ``_C.crc32c_part``."""
+    """The elements of a piece within its logical tensor; ``part`` as for ``_C.crc32c_parts``."""
 
     kind: str
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    stage: int
+    """The stage of the pipeline that holds the piece. Each stage that shares a tensor has all of it, in cuts of its
+    own."""
     part: tuple[int, ...]
 
 
-def fingerprint_of_ranks(pieces: Iterable[OwnedPiece], comm: Collectives, order: Iterable[str]) -> Fingerprint:
-    """The fingerprint of the tensors that the ranks of ``comm`` hold in ``pieces``, the same on every rank. Collective.
+class _Place(NamedTuple):
+    piece: _PieceKey
+    whole: _PieceKey
+    """``piece`` with no part: its tensor."""
+    holders: list[tuple[int, int]]
+    """(rank, index in what the rank holds)"""
 
-    order: names, in the module's order. Raises, on all ranks alike, RankMismatchError if ranks hold the same elements
-    with different bytes (it names the first such tensor, and the ranks), and StateError if a rank cannot read a piece
-    or if the pieces do not make up whole tensors.
+
+class RankPrints:
+    """Fingerprints of the tensors that the ranks of ``comm`` hold in pieces.
+
+    Ranks send a name of each piece at the first call, and again when the pieces of a rank have changed. All other
+    exchanges are one table of checksums.
     """
-    mine: dict[_PieceKey, int] = {}
-    error: DeepSpeedCError | None = None
-    try:
-        for piece in pieces:
-            place = _place_of(piece)
-            mine[place] = _crc_of(piece, place)
-    except DeepSpeedCError as raised:
-        error = raised
-    gathered = comm.gather_objects((mine, error), label="fingerprint")
-    for rank, (_, hindrance) in enumerate(gathered):
-        if hindrance is not None:
-            where = f"rank {comm.global_ranks[rank]}: {hindrance.where}"
-            raise StateError(hindrance.what, where=where, fix=hindrance.fix)
-    of_ranks = [of_rank for of_rank, _ in gathered]
-    rank_of_name = {name: i for i, name in enumerate(order)}
-    places = sorted(
-        {place for of_rank in of_ranks for place in of_rank},
-        key=lambda place: (rank_of_name.get(place.name, len(rank_of_name)), place.name, place.kind, place.part),
-    )
-    sums: dict[_PieceKey, int] = {}
-    n_held: Counter[_PieceKey] = Counter()
-    for place in places:
-        crcs = {rank: of_rank[place] for rank, of_rank in enumerate(of_ranks) if place in of_rank}
-        _check_copies(place, crcs, comm)
-        whole = place._replace(part=())
-        sums[whole] = sums.get(whole, 0) ^ next(iter(crcs.values()))
-        n_held[whole] += place.part[-1]
-    for whole, n_elems in n_held.items():
-        if n_elems != math.prod(whole.shape):
-            raise StateError(
-                f"the ranks' pieces have {n_elems} elements, and the tensor has {math.prod(whole.shape)}",
-                where=f"fingerprint: {whole.kind} of {whole.name}",
-                fix="call it on all ranks of the engine, after the same steps",
+
+    def __init__(self, comm: Collectives, stage: int = 0) -> None:
+        """stage: this rank's stage of a pipeline."""
+        self._comm, self._stage = comm, stage
+        self._held: list[tuple[_PieceKey, ...]] = []  # by rank; empty before the first exchange
+        self._places: list[_Place] = []
+
+    def of(self, pieces: Iterable[OwnedPiece], order: Iterable[str]) -> Fingerprint:
+        """The fingerprint, the same on every rank. Collective.
+
+        order: names, in the module's order. Raises, on all ranks alike, RankMismatchError if ranks hold the same
+        elements with different bytes (it names the first such tensor, and the ranks), and StateError if a rank cannot
+        read a piece or if the pieces do not make up whole tensors.
+        """
+        mine: dict[_PieceKey, int] = {}
+        error: DeepSpeedCError | None = None
+        try:
+            mine = self._crcs_of(pieces)
+        except DeepSpeedCError as raised:
+            error = raised
+        of_ranks = self._exchange(mine, error, order)
+        sums: dict[_PieceKey, int] = {}
+        for place, whole, holders in self._places:
+            crcs = [of_ranks[rank][i] for rank, i in holders]
+            if crcs.count(crcs[0]) != len(crcs):
+                raise _copies_differ(place, {rank: of_ranks[rank][i] for rank, i in holders}, self._comm)
+            sums[whole] = sums.get(whole, 0) ^ crcs[0]
+        return Fingerprint(
+            TensorPrint(
+                whole.kind,
+                whole.name,
+                whole.dtype,
+                whole.shape,
+                _C.crc32c_of_parts(crc, math.prod(whole.shape) * whole.dtype.itemsize),
             )
-    return Fingerprint(
-        TensorPrint(
-            whole.kind,
-            whole.name,
-            whole.dtype,
-            whole.shape,
-            _C.crc32c_of_parts(crc, math.prod(whole.shape) * whole.dtype.itemsize),
+            for whole, crc in self._of_all_stages(sums).items()
         )
-        for whole, crc in sums.items()
+
+    def _exchange(
+        self, mine: Mapping[_PieceKey, int], error: DeepSpeedCError | None, order: Iterable[str]
+    ) -> list[list[int]]:
+        """The CRCs of each rank, in the order of its ``_held``. Raises an error of a rank on all of them."""
+        comm = self._comm
+        while True:
+            if self._held:
+                said = _FAILED if error else _AS_BEFORE if tuple(mine) == self._held[comm.rank] else _OTHERS
+                width = 1 + max(map(len, self._held))
+                row = [said, *mine.values()] if said == _AS_BEFORE else [said]
+                table = [0.0] * (width * comm.world_size)  # a CRC is exact in f64, and so is its sum with zeros
+                table[comm.rank * width : comm.rank * width + len(row)] = map(float, row)
+                table = comm.sum_numbers(table, label="fingerprint")
+                rows = [table[rank * width : (rank + 1) * width] for rank in range(comm.world_size)]
+                if all(each[0] == _AS_BEFORE for each in rows):
+                    return [list(map(int, each[1:])) for each in rows]
+            gathered = comm.gather_objects((tuple(mine), error), label="fingerprint: pieces")
+            for rank, (_, hindrance) in enumerate(gathered):
+                if hindrance is not None:
+                    where = f"rank {comm.global_ranks[rank]}: {hindrance.where}"
+                    raise StateError(hindrance.what, where=where, fix=hindrance.fix)
+            self._keep([held for held, _ in gathered], order)
+
+    def _keep(self, held: list[tuple[_PieceKey, ...]], order: Iterable[str]) -> None:
+        """Keeps what each rank holds. Raises StateError if the pieces do not make up whole tensors."""
+        place_of_name = {name: i for i, name in enumerate(order)}
+        holders: dict[_PieceKey, list[tuple[int, int]]] = {}
+        n_held: Counter[_PieceKey] = Counter()
+        for rank, of_rank in enumerate(held):
+            for i, piece in enumerate(of_rank):
+                holders.setdefault(piece, []).append((rank, i))
+        places = [_Place(piece, piece._replace(part=()), of_piece) for piece, of_piece in holders.items()]
+        for place in places:
+            n_held[place.whole] += place.piece.part[-1]
+        for whole, n_elems in n_held.items():
+            if n_elems != math.prod(whole.shape):
+                raise StateError(
+                    f"the ranks' pieces have {n_elems} elements, and the tensor has {math.prod(whole.shape)}",
+                    where=f"fingerprint: {whole.kind} of {whole.name}",
+                    fix="call it on all ranks of the engine, after the same steps",
+                )
+
+        def by_order(place: _Place) -> tuple[int, str, str, int, tuple[int, ...]]:
+            piece = place.piece
+            return place_of_name.get(piece.name, len(place_of_name)), piece.name, piece.kind, piece.stage, piece.part
+
+        self._held, self._places = held, sorted(places, key=by_order)
+
+    def _of_all_stages(self, sums: Mapping[_PieceKey, int]) -> dict[_PieceKey, int]:
+        """``sums`` without the stage. Raises RankMismatchError if stages that share a tensor differ in it."""
+        found: dict[_PieceKey, int] = {}
+        for whole, crc in sums.items():
+            tensor = whole._replace(stage=0)
+            if found.setdefault(tensor, crc) != crc:
+                of_each = ", ".join(
+                    f"stage {each.stage} (rank {', '.join(map(str, self._ranks_of(each)))}) {its:08x}"
+                    for each, its in sums.items()
+                    if each._replace(stage=0) == tensor
+                )
+                raise _mismatch(f"{whole.kind} of {whole.name}: pipeline stages that share it differ: {of_each}")
+        return found
+
+    def _ranks_of(self, whole: _PieceKey) -> list[int]:
+        """The ranks that hold a piece of the tensor, as ranks of the whole run."""
+        ranks = {rank for place in self._places if place.whole == whole for rank, _ in place.holders}
+        return [self._comm.global_ranks[rank] for rank in sorted(ranks)]
+
+    def _crcs_of(self, pieces: Iterable[OwnedPiece]) -> dict[_PieceKey, int]:
+        """Each piece's contribution to the CRC of its tensor."""
+        crcs: dict[_PieceKey, int] = {}
+        batch: list[tuple[_PieceKey, tuple[int, ...], torch.Tensor]] = []
+        n_bytes = 0
+        for piece in pieces:
+            place = _place_of(piece, self._stage)
+            crcs[place] = 0
+            for part, host in _host_parts(piece, place):
+                batch.append((place, part, host))
+                n_bytes += host.nbytes
+                # A deferred piece is in memory only until the next one is read.
+                if n_bytes >= BATCH_BYTES or not isinstance(piece.data, torch.Tensor):
+                    _add_crcs(batch, crcs)
+                    n_bytes = 0
+        _add_crcs(batch, crcs)
+        return crcs
+
+
+def _add_crcs(batch: list[tuple[_PieceKey, tuple[int, ...], torch.Tensor]], crcs: dict[_PieceKey, int]) -> None:
+    """Adds the parts of ``batch`` to ``crcs``, and empties it."""
+    sums = _C.crc32c_parts(
+        [(place.shape, part, place.dtype.itemsize, host.view(torch.uint8).numpy()) for place, part, host in batch]
     )
+    for (place, _, _), crc in zip(batch, sums, strict=True):
+        crcs[place] ^= crc
+    batch.clear()
 
 
-def _check_copies(place: _PieceKey, crcs: Mapping[int, int], comm: Collectives) -> None:
-    """Raises RankMismatchError unless all ranks hold the same bytes. crcs: rank of ``comm`` -> CRC."""
-    counts = Counter(crcs.values())
-    if len(counts) == 1:
+def _host_parts(piece: OwnedPiece, place: _PieceKey) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """(part, elements in host memory) of a piece. Only a part at a time is copied from an accelerator."""
+    data = piece.data if isinstance(piece.data, torch.Tensor) else piece.data.read()
+    data = data.detach()
+    if data.is_cpu:
+        yield place.part, data.contiguous()
         return
-    (usual, n_usual), (_, n_next) = counts.most_common(2)
-    what = f"{place.kind} of {place.name}, {place.part[-1]} elements from {place.part[-2]} on"
+    for first in range(0, data.numel(), most := max(STAGING_BYTES // data.itemsize, 1)):
+        host = data.narrow(0, first, min(most, data.numel() - first)).cpu()
+        yield (*place.part[:-2], piece.begin + first, host.numel()), host
+
+
+def _copies_differ(piece: _PieceKey, crcs: Mapping[int, int], comm: Collectives) -> RankMismatchError:
+    """The error of ranks that hold other bytes. crcs: rank of ``comm`` -> CRC."""
+    (usual, n_usual), (_, n_next) = Counter(crcs.values()).most_common(2)
+    what = f"{piece.kind} of {piece.name}, {piece.part[-1]} elements from {piece.part[-2]} on"
     if n_usual > n_next:
         odd = [str(comm.global_ranks[rank]) for rank, crc in crcs.items() if crc != usual]
-        text = f"{what}: rank {', '.join(odd)} differs from {n_usual} ranks that hold the same bytes"
-    else:
-        of_each = ", ".join(f"rank {comm.global_ranks[rank]} {crc:08x}" for rank, crc in crcs.items())
-        text = f"{what}: ranks that hold copies differ, and no copy has a majority: {of_each}"
-    raise RankMismatchError(
-        text,
+        return _mismatch(f"{what}: rank {', '.join(odd)} differs from {n_usual} ranks that hold the same bytes")
+    of_each = ", ".join(f"rank {comm.global_ranks[rank]} {crc:08x}" for rank, crc in crcs.items())
+    return _mismatch(f"{what}: ranks that hold copies differ, and no copy has a majority: {of_each}")
+
+
+def _mismatch(what: str) -> RankMismatchError:
+    return RankMismatchError(
+        what,
         where="fingerprint",
         fix="load the last good checkpoint; a rank that differs again has a defect of its machine, or of code that"
         " writes to weights on some ranks alone",
     )
 
 
-def _place_of(piece: OwnedPiece) -> _PieceKey:
+def _place_of(piece: OwnedPiece, stage: int) -> _PieceKey:
     start = (0,) * len(piece.shape) if piece.box is None else tuple(piece.box.start)
     size = piece.shape if piece.box is None else tuple(piece.box.size)
     part = (*start, *size, piece.begin, piece.data.numel())
-    return _PieceKey(piece.kind, piece.name, piece.data.dtype, tuple(piece.shape), part)
-
-
-def _crc_of(piece: OwnedPiece, place: _PieceKey) -> int:
-    """The piece's contribution to the CRC of its tensor."""
-    data = piece.data if isinstance(piece.data, torch.Tensor) else piece.data.read()
-    data, itemsize = data.detach(), place.dtype.itemsize
-    # Only a part at a time is copied from an accelerator.
-    most = max(data.numel() if data.is_cpu else STAGING_BYTES // itemsize, 1)
-    crc = 0
-    for first in range(0, data.numel(), most):
-        host = data.narrow(0, first, min(most, data.numel() - first)).cpu().contiguous()
-        part = [*place.part[:-2], piece.begin + first, host.numel()]
-        crc ^= _C.crc32c_part(list(place.shape), part, itemsize, host.view(torch.uint8).numpy())
-    return crc
+    return _PieceKey(piece.kind, piece.name, piece.data.dtype, tuple(piece.shape), stage, part)

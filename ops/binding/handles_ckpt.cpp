@@ -14,8 +14,10 @@
 
 #include <cerrno>
 #include <cstring>
+#include <deque>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -113,33 +115,43 @@ uint32_t crc32c(const py::buffer &buffer, uint32_t crc)
     return dsc_crc32c(crc, bytes.data(), bytes.n_bytes());
 }
 
-uint32_t crc32c_part(const std::vector<int64_t> &shape, const std::vector<int64_t> &part, int64_t elem_bytes,
-                     const py::buffer &buffer)
+std::vector<uint32_t> crc32c_parts(
+    const std::vector<std::tuple<std::vector<int64_t>, std::vector<int64_t>, int64_t, py::buffer>> &parts)
 {
-    const char *op = "crc32c_part";
-    const Bytes bytes(buffer);
-    uint32_t sum = 0;
-
-    if (part.size() != 2 * shape.size() + 2)
-        dsc::fail(DSC_EINVAL, std::string(op) + ": part has " + std::to_string(part.size()) + " numbers, must have " +
-                                  std::to_string(2 * shape.size() + 2));
-    if (elem_bytes <= 0 || bytes.n_bytes() % static_cast<size_t>(elem_bytes) != 0 ||
-        static_cast<int64_t>(bytes.n_bytes()) / elem_bytes != part.back())
-        dsc::fail(DSC_EINVAL, std::string(op) + ": buffer has " + std::to_string(bytes.n_bytes()) +
-                                  " bytes, part has " + std::to_string(part.back()) + " elements of " +
-                                  std::to_string(elem_bytes));
+    const char *op = "crc32c_parts";
+    std::deque<Bytes> buffers;
+    std::vector<struct dsc_crc32c_part> pieces;
+    std::vector<uint32_t> sums;
     struct dsc_par par;
+
+    pieces.reserve(parts.size());
+    for (const auto &[shape, part, elem_bytes, buffer] : parts) {
+        const Bytes &bytes = buffers.emplace_back(buffer);
+        const std::string where = std::string(op) + ": pieces[" + std::to_string(pieces.size()) + "]";
+
+        if (part.size() != 2 * shape.size() + 2)
+            dsc::fail(DSC_EINVAL, where + ": part has " + std::to_string(part.size()) + " numbers, must have " +
+                                      std::to_string(2 * shape.size() + 2));
+        if (elem_bytes <= 0 || bytes.n_bytes() % static_cast<size_t>(elem_bytes) != 0 ||
+            static_cast<int64_t>(bytes.n_bytes()) / elem_bytes != part.back())
+            dsc::fail(DSC_EINVAL, where + ": buffer has " + std::to_string(bytes.n_bytes()) + " bytes, part has " +
+                                      std::to_string(part.back()) + " elements of " + std::to_string(elem_bytes));
+        pieces.push_back(
+            {shape.data(), part.data(), bytes.data(), elem_bytes, 0, static_cast<int32_t>(shape.size()), 0});
+    }
     dsc_status status = dsc_pool_par(&par);
 
     dsc::check(status, op);
     {
         const py::gil_scoped_release release;
 
-        status = dsc_crc32c_part(shape.data(), static_cast<int32_t>(shape.size()), part.data(), elem_bytes,
-                                 bytes.data(), &par, &sum);
+        status = dsc_crc32c_parts(pieces.data(), static_cast<int64_t>(pieces.size()), &par);
     }
     dsc::check(status, op);
-    return sum;
+    sums.reserve(pieces.size());
+    for (const struct dsc_crc32c_part &piece : pieces)
+        sums.push_back(piece.sum);
+    return sums;
 }
 
 py::object reshape_plan(const std::vector<int64_t> &shape, const py::buffer &pieces, int64_t n_pieces,
@@ -447,12 +459,12 @@ void dsc::bind_ckpt(py::module_ &m)
         "CRC32C (Castagnoli, RFC 3720) of the bytes of a contiguous object of the buffer protocol, going on from crc. BufferError when it is not "
         "contiguous. Other threads run meanwhile.");
     m.def(
-        "crc32c_part", &crc32c_part, py::arg("shape"), py::arg("part"), py::arg("elem_bytes"), py::arg("buffer"),
-        "What a part of a tensor of that shape contributes to the CRC32C of the whole tensor: the XOR over parts that hold each element once goes "
-        "to crc32c_of_parts. part: 2 * n_dims + 2 numbers, as for reshape_plan; buffer: its elements, contiguous. ValueError names a part that does "
-        "not fit. Other threads run meanwhile.");
+        "crc32c_parts", &crc32c_parts, py::arg("parts"),
+        "What parts of tensors contribute to the CRC32C of the whole tensors: the XOR over parts of a tensor that hold each element once goes to "
+        "crc32c_of_parts. Each of parts is (shape of the tensor, part, bytes of an element, buffer). part: 2 * n_dims + 2 numbers, as for "
+        "reshape_plan; buffer: its elements, contiguous. ValueError names a part that does not fit. Other threads run meanwhile.");
     m.def("crc32c_of_parts", &dsc_crc32c_of_parts, py::arg("sum"), py::arg("n_bytes"),
-          "The CRC32C of n_bytes whose parts contribute `sum` together, by XOR (crc32c_part).");
+          "The CRC32C of n_bytes whose parts contribute `sum` together, by XOR (crc32c_parts).");
     m.def(
         "reshape_plan", &reshape_plan, py::arg("shape"), py::arg("pieces"), py::arg("n_pieces"), py::arg("wanted"),
         "How a part of a tensor of that shape is put together from the pieces that it was saved in (dsc/ckpt.h). A part is 2 * n_dims + 2 int64 "

@@ -37,19 +37,29 @@ struct dsc_reshape_run {
     int64_t n_elems; /* > 0 */
 };
 
+/* A part of a tensor (row-major, elem_bytes (> 0) an element), for dsc_crc32c_parts. All pointers are borrowed. */
+struct dsc_crc32c_part {
+    const int64_t *shape;
+    const int64_t *part; /* as in dsc_reshape_plan */
+    const void *data;    /* the part's elements, one after another */
+    int64_t elem_bytes;
+    int64_t first_chunk; /* for the call's own use */
+    int32_t n_dims;
+    uint32_t sum; /* out: the part's contribution */
+};
+
 /*
- * The contribution of a part of a tensor to the CRC32C of the whole tensor (row-major, elem_bytes (> 0) an element).
+ * The contribution of each part to the CRC32C of the whole tensor that it is a part of.
  * CRCs are linear: the XOR over parts that hold each element once is the same however the tensor is cut, and
  * dsc_crc32c_of_parts makes the CRC32C of it. So ranks compare a tensor that none of them holds.
  *
- * part is as in dsc_reshape_plan, and data its elements, one after another. par (may be NULL) shares the passes over
- * long parts. *out is 0 for a part without elements.
+ * par (may be NULL) shares one pass over the bytes of all parts, so many short parts take no longer than a long one.
+ * sum is 0 for a part without elements.
  *
  * DSC_EINVAL names the part that does not fit the shape, elem_bytes, or data that is NULL; DSC_EOVERFLOW when the bytes
- * of the tensor do not fit int64_t. *out is untouched on failure.
+ * of a tensor do not fit int64_t. No sum is touched on failure.
  */
-DSC_API dsc_status dsc_crc32c_part(const int64_t *shape, int32_t n_dims, const int64_t *part, int64_t elem_bytes,
-                                   const void *data, const struct dsc_par *par, uint32_t *out);
+DSC_API dsc_status dsc_crc32c_parts(struct dsc_crc32c_part *parts, int64_t n_parts, const struct dsc_par *par);
 
 /* The CRC32C (as dsc_crc32c(0, ...)) of n_bytes whose parts contribute `sum` together, by XOR. */
 DSC_API uint32_t dsc_crc32c_of_parts(uint32_t sum, uint64_t n_bytes);

@@ -16,6 +16,7 @@ from deepspeed_c.checkpoint.fingerprint import Fingerprint
 from deepspeed_c.checkpoint.native.background import BackgroundSave, Save, Snapshot
 from deepspeed_c.checkpoint.native.ranks import Ranks
 from deepspeed_c.checkpoint.source import PARAM, ParamInfo, Read, Source, Topology
+from deepspeed_c.comm.axes import PP
 from deepspeed_c.config.checkpoint import Checkpoint
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.engine.checkpoint.contents import (
@@ -29,7 +30,7 @@ from deepspeed_c.engine.checkpoint.contents import (
 from deepspeed_c.engine.checkpoint.kept_bits import KeptBits
 from deepspeed_c.engine.checkpoint.kept_section import check_kept_section
 from deepspeed_c.engine.checkpoint.restore import LoadOptions, plan_restore
-from deepspeed_c.engine.fingerprint import fingerprint_of_ranks
+from deepspeed_c.engine.fingerprint import RankPrints
 from deepspeed_c.engine.parts import take_parts
 from deepspeed_c.engine.weights import load_custom
 from deepspeed_c.env import read_env
@@ -71,6 +72,7 @@ class Checkpoints:
         self._ranks = Ranks(self._comm.rank, self._comm.global_ranks)
         self._snapshot = Snapshot()
         self._reading = Reading()
+        self._prints = RankPrints(self._comm, state.mesh.index(PP))
         self._pending: BackgroundSave | None = None
         self.is_half_loaded = False
         """Whether a load failed after it had overwritten something. The engine must not go on training until another
@@ -146,7 +148,7 @@ class Checkpoints:
         named = names_of_all(names_of(module), state.mesh)
         pieces = held_pieces(named, state.layout, state.optimizer, state.dormant, reading=self._reading)
         try:
-            return fingerprint_of_ranks(pieces, self._comm, named.names)
+            return self._prints.of(pieces, named.names)
         finally:
             self._reading.close()
 

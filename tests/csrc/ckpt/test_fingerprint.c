@@ -7,6 +7,18 @@
 #define MAX_DIMS 4
 #define MAX_BYTES (1 << 20)
 
+/* The contribution of one part. */
+static dsc_status crc_of_part(const int64_t *shape, int32_t n_dims, const int64_t *part, int64_t elem_bytes,
+                              const void *data, const struct dsc_par *par, uint32_t *sum)
+{
+    struct dsc_crc32c_part one = {
+        .shape = shape, .part = part, .data = data, .elem_bytes = elem_bytes, .n_dims = n_dims, .sum = *sum};
+    dsc_status status = dsc_crc32c_parts(&one, 1, par);
+
+    *sum = one.sum;
+    return status;
+}
+
 static int64_t product(const int64_t *sizes, int32_t n_dims)
 {
     int64_t n = 1;
@@ -68,7 +80,7 @@ static uint32_t sum_of_cuts(const int64_t *shape, int32_t n_dims, int64_t elem_b
             part[2 * n_dims] = cuts[i];
             part[2 * n_dims + 1] = cuts[i + 1] - cuts[i];
             take(shape, n_dims, part, elem_bytes, bytes, scratch + shift);
-            CHECK_STATUS(dsc_crc32c_part(shape, n_dims, part, elem_bytes, scratch + shift, par, &of_part), DSC_OK);
+            CHECK_STATUS(crc_of_part(shape, n_dims, part, elem_bytes, scratch + shift, par, &of_part), DSC_OK);
             sum ^= of_part;
         }
     }
@@ -126,9 +138,50 @@ static void test_long(const struct dsc_par *par)
 
         TEST_CASE("%d and %d elements", (int)cut, (int)(n - cut));
         for (int i = 0; i < 2; i++)
-            CHECK_STATUS(dsc_crc32c_part(shape, 1, parts[i], 2, bytes + 2 * parts[i][2], par, &sums[i]), DSC_OK);
+            CHECK_STATUS(crc_of_part(shape, 1, parts[i], 2, bytes + 2 * parts[i][2], par, &sums[i]), DSC_OK);
         CHECK_EQ(dsc_crc32c_of_parts(sums[0] ^ sums[1], (uint64_t)(2 * n)), dsc_crc32c(0, bytes, (size_t)(2 * n)));
     }
+    free(bytes);
+}
+
+/* Parts of many lengths in one call, some without elements, against a call for each. */
+static void test_many(const struct dsc_par *par)
+{
+    enum { N_PARTS = 97 };
+    const int64_t n = INT64_C(3) << 20;
+    const int64_t shape[1] = {n};
+    unsigned char *bytes = test_alloc((size_t)n);
+    struct dsc_crc32c_part parts[N_PARTS];
+    int64_t numbers[N_PARTS][4];
+    uint64_t random = 97;
+
+    for (int64_t i = 0; i < n; i++)
+        bytes[i] = (unsigned char)test_random(&random);
+    for (int i = 0; i < N_PARTS; i++) {
+        int64_t n_elems = i % 5 == 0 ? 0 : i % 7 == 0 ? 1 << 20 : (int64_t)test_below(&random, 1000);
+        int64_t begin = (int64_t)test_below(&random, (uint64_t)(n - n_elems));
+
+        memcpy(numbers[i], (int64_t[4]){0, n, begin, n_elems}, sizeof numbers[i]);
+        parts[i] = (struct dsc_crc32c_part){
+            .shape = shape, .part = numbers[i], .data = bytes + begin, .elem_bytes = 1, .n_dims = 1, .sum = 5};
+    }
+    TEST_CASE("many");
+    CHECK_STATUS(dsc_crc32c_parts(parts, N_PARTS, par), DSC_OK);
+    for (int i = 0; i < N_PARTS; i++) {
+        uint32_t alone = 7;
+
+        TEST_CASE("part %d of %d elements", i, (int)numbers[i][3]);
+        CHECK_STATUS(crc_of_part(shape, 1, numbers[i], 1, parts[i].data, NULL, &alone), DSC_OK);
+        CHECK_EQ(parts[i].sum, alone);
+    }
+    TEST_CASE("the last of many does not fit");
+    numbers[N_PARTS - 1][1] = n + 1;
+    parts[0].sum = 11;
+    CHECK_ERROR(dsc_crc32c_parts(parts, N_PARTS, par), DSC_EINVAL, "pieces[96]");
+    CHECK_EQ(parts[0].sum, 11);
+    CHECK_ERROR(dsc_crc32c_parts(parts, -1, par), DSC_EINVAL, "n_parts");
+    CHECK_ERROR(dsc_crc32c_parts(NULL, 1, par), DSC_EINVAL, "NULL");
+    CHECK_STATUS(dsc_crc32c_parts(NULL, 0, par), DSC_OK);
     free(bytes);
 }
 
@@ -141,8 +194,8 @@ static void test_known_values(void)
     uint32_t b = 0;
 
     TEST_CASE("known values");
-    CHECK_STATUS(dsc_crc32c_part(shape, 1, first, 1, "1234", NULL, &a), DSC_OK);
-    CHECK_STATUS(dsc_crc32c_part(shape, 1, second, 1, "56789", NULL, &b), DSC_OK);
+    CHECK_STATUS(crc_of_part(shape, 1, first, 1, "1234", NULL, &a), DSC_OK);
+    CHECK_STATUS(crc_of_part(shape, 1, second, 1, "56789", NULL, &b), DSC_OK);
     CHECK_EQ(dsc_crc32c_of_parts(a ^ b, 9), 0xe3069283u); /* RFC 3720 */
     CHECK_EQ(dsc_crc32c_of_parts(0, 0), 0);
     CHECK_EQ(dsc_crc32c_of_parts(0, 32), 0x8a9136aau); /* zeros */
@@ -159,14 +212,14 @@ static void test_errors(void)
     uint32_t out = 17;
 
     TEST_CASE("errors");
-    CHECK_ERROR(dsc_crc32c_part(shape, 2, fits, 4, NULL, NULL, &out), DSC_EINVAL, "data");
-    CHECK_ERROR(dsc_crc32c_part(shape, 2, fits, 0, "", NULL, &out), DSC_EINVAL, "elem_bytes");
-    CHECK_ERROR(dsc_crc32c_part(shape, 2, outside, 4, "", NULL, &out), DSC_EINVAL, "dimension 0");
-    CHECK_ERROR(dsc_crc32c_part(shape, 2, too_many, 4, "", NULL, &out), DSC_EINVAL, "11 elements");
-    CHECK_ERROR(dsc_crc32c_part(shape, 65, fits, 4, "", NULL, &out), DSC_EINVAL, "n_dims");
-    CHECK_ERROR(dsc_crc32c_part(huge, 2, none, 4, "", NULL, &out), DSC_EOVERFLOW, "bytes");
+    CHECK_ERROR(crc_of_part(shape, 2, fits, 4, NULL, NULL, &out), DSC_EINVAL, "data");
+    CHECK_ERROR(crc_of_part(shape, 2, fits, 0, "", NULL, &out), DSC_EINVAL, "elem_bytes");
+    CHECK_ERROR(crc_of_part(shape, 2, outside, 4, "", NULL, &out), DSC_EINVAL, "dimension 0");
+    CHECK_ERROR(crc_of_part(shape, 2, too_many, 4, "", NULL, &out), DSC_EINVAL, "11 elements");
+    CHECK_ERROR(crc_of_part(shape, 65, fits, 4, "", NULL, &out), DSC_EINVAL, "n_dims");
+    CHECK_ERROR(crc_of_part(huge, 2, none, 4, "", NULL, &out), DSC_EOVERFLOW, "bytes");
     CHECK_EQ(out, 17);
-    CHECK_STATUS(dsc_crc32c_part(shape, 2, none, 4, NULL, NULL, &out), DSC_OK);
+    CHECK_STATUS(crc_of_part(shape, 2, none, 4, NULL, NULL, &out), DSC_OK);
     CHECK_EQ(out, 0);
 }
 
@@ -180,6 +233,8 @@ int main(void)
     test_cuts(&pool.par);
     test_long(NULL);
     test_long(&pool.par);
+    test_many(NULL);
+    test_many(&pool.par);
     test_errors();
     pool_clear(&pool);
     return test_finish(__FILE__);

@@ -36,17 +36,18 @@ def test_parts_give_the_crc_of_the_whole(shape, dtype):
         crc = 0
         for begin, end in ((0, cut), (cut, flat.numel())):
             part = [*[0] * len(shape), *shape, begin, end - begin]
-            crc ^= _C.crc32c_part(list(shape), part, dtype.itemsize, flat[begin:end].view(torch.uint8).numpy())
+            (one,) = _C.crc32c_parts([(shape, part, dtype.itemsize, flat[begin:end].view(torch.uint8).numpy())])
+            crc ^= one
         assert _C.crc32c_of_parts(crc, flat.numel() * dtype.itemsize) == expected, (cut, crc, expected)
 
 
 def test_parts_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="3 numbers, must have 4"):
-        _C.crc32c_part([4], [0, 4, 0], 1, b"1234")
-    with pytest.raises(ValueError, match="4 bytes"):
-        _C.crc32c_part([4], [0, 4, 0, 3], 1, b"1234")
-    with pytest.raises(ValueError, match="wanted"):
-        _C.crc32c_part([4], [1, 4, 0, 4], 1, b"1234")
+        _C.crc32c_parts([((4,), [0, 4, 0], 1, b"1234")])
+    with pytest.raises(ValueError, match=r"pieces\[1\].* 4 bytes"):
+        _C.crc32c_parts([((4,), [0, 4, 0, 4], 1, b"1234"), ((4,), [0, 4, 0, 3], 1, b"1234")])
+    with pytest.raises(ValueError, match=r"pieces\[0\]"):
+        _C.crc32c_parts([((4,), [1, 4, 0, 4], 1, b"1234")])
 
 
 def test_a_source_is_read_in_pieces(monkeypatch):

@@ -15,7 +15,7 @@ from deepspeed_c.checkpoint.native.save import OwnedPiece
 from deepspeed_c.checkpoint.open import open_checkpoint
 from deepspeed_c.checkpoint.source import Box
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.engine.fingerprint import fingerprint_of_ranks
+from deepspeed_c.engine.fingerprint import RankPrints
 from deepspeed_c.logging import logger
 from tests import training
 from tests.ranks import on_ranks, run_ranks
@@ -188,14 +188,14 @@ def piece_of(whole: torch.Tensor, box: Box | None, begin: int, end: int) -> Owne
 def test_pieces_of_boxes_make_up_the_tensor(rank, world):
     whole = torch.randn(5, 7, 3)
     alone = Collectives(is_alone=True)
-    expected = fingerprint_of_ranks([piece_of(whole, None, 0, 105)], alone, ["w"])
+    expected = RankPrints(alone).of([piece_of(whole, None, 0, 105)], ["w"])
     left, right = Box((0, 0, 0), (5, 2, 3)), Box((0, 2, 0), (5, 5, 3))
     cuts = [(left, 0, 11), (left, 11, 30), (right, 0, 75)]
-    found = fingerprint_of_ranks([piece_of(whole, *cut) for cut in cuts], alone, ["w"])
+    found = RankPrints(alone).of([piece_of(whole, *cut) for cut in cuts], ["w"])
     assert found.tensors == expected.tensors
     assert found.tensors["param", "w"].crc == _C.crc32c(whole.numpy())
     with pytest.raises(errors.StateError, match="94 elements, and the tensor has 105"):
-        fingerprint_of_ranks([piece_of(whole, *cut) for cut in cuts[1:]], alone, ["w"])
+        RankPrints(alone).of([piece_of(whole, *cut) for cut in cuts[1:]], ["w"])
 
 
 @on_ranks(1)
