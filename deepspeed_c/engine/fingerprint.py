@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -178,12 +179,16 @@ class RankPrints:
 
 def _add_crcs(batch: list[tuple[_PieceKey, tuple[int, ...], torch.Tensor]], crcs: dict[_PieceKey, int]) -> None:
     """Adds the parts of ``batch`` to ``crcs``, and empties it."""
-    sums = _C.crc32c_parts(
-        [(place.shape, part, place.dtype.itemsize, host.view(torch.uint8).numpy()) for place, part, host in batch]
-    )
+    sums = _C.crc32c_parts([(place.shape, part, place.dtype.itemsize, _bytes_of(host)) for place, part, host in batch])
     for (place, _, _), crc in zip(batch, sums, strict=True):
         crcs[place] ^= crc
     batch.clear()
+
+
+def _bytes_of(host: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The memory of a contiguous tensor, which must outlive it."""
+    # ``numpy()`` would mark the storage for good as one that cannot be resized, and ``offload_states`` resizes it to 0.
+    return (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
 
 
 def _host_parts(piece: OwnedPiece, place: _PieceKey) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
