@@ -116,7 +116,7 @@ def _with_grain(root: Root, found: Findings) -> Root:
         found.fail(
             "is missing: without it the samples of a step depend on the number of ranks",
             train,
-            "write it, and leave gradient_accumulation_steps out: it follows from the number of ranks",
+            'write it ("auto" if the Trainer or accelerate fills it), and leave gradient_accumulation_steps out: it follows from the number of ranks',
         )
     if section.grain is None or getattr(root, micro) is not None:
         return root

@@ -129,10 +129,11 @@ class BackwardPass:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Postpones the reduction of gradients."""
+        """Postpones the reduction of gradients, unless each pass has to be reduced by itself (``same_bits``). Loops of
+        accelerate enter it, whatever the configuration says."""
         before, self.is_inside_no_sync = self.is_inside_no_sync, True
         try:
-            with self._reducer.no_sync():
+            with nullcontext() if self._window.reduces_each_pass else self._reducer.no_sync():
                 yield
         finally:
             self.is_inside_no_sync = before
@@ -150,6 +151,7 @@ class BackwardPass:
         starts: the first nodes of the graph. None for a pass that is running already: its first nodes are not known,
         and a callback of autograd ends it.
         """
+        self._window.check_pass(self.n_backwards)
         self._mesh.enter_phase("backward")
         self._reducer.begin_backward(
             is_boundary=self._window.is_boundary(),

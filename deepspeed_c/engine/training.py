@@ -285,7 +285,13 @@ class TrainingHost(Reductions, ModelHost):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Changes the micro-batch. The accumulation steps stay the same, and the global batch changes with the
-        micro-batch."""
+        micro-batch. Raises StateError with ``same_bits``."""
+        if self._config.same_bits.enabled:
+            raise StateError(
+                "a micro-batch is the grain of same_bits, whose size decides the bits, and checkpoints keep it",
+                where="set_train_micro_batch_size",
+                fix="change the global batch with set_train_batch_size, or set same_bits.grain before initialize",
+            )
         if micro_batch_size <= 0:
             raise BatchSizeError(
                 f"{micro_batch_size} is not positive", where="set_train_micro_batch_size", fix="choose at least 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deepspeed_c.config.batch import Batch
+from deepspeed_c.errors import BackwardError
 
 __all__ = ["Window"]
 
@@ -22,6 +23,21 @@ class Window:
         if self._override is not None:
             return self._override
         return not self.is_managed or (self.micro_steps + 1) % self.batch.accumulation_steps == 0
+
+    def check_pass(self, n_backwards: int) -> None:
+        """Raises BackwardError if sums are taken in a tree, and another backward pass would add a second node for a
+        micro-batch. n_backwards: passes in the window so far."""
+        if not self._divides_sums:
+            return
+        due = self.batch.accumulation_steps - 1 if self._is_steered else self.n_micro_steps
+        if n_backwards > due:
+            raise BackwardError(
+                f"backward pass {n_backwards + 1} of this step came in micro-batch {due + 1}, and same_bits takes one pass"
+                " for one grain: the order of a second one in the tree would depend on the number of ranks",
+                where="backward",
+                fix="add the losses of a micro-batch and call backward once, and step after each micro-batch; if you set"
+                " the boundaries, let a window have gradient_accumulation_steps micro-batches",
+            )
 
     def steer(self, is_boundary: bool) -> None:
         """Sets whether every ``step()`` until the next call is a boundary."""
@@ -65,6 +81,11 @@ class Window:
     def share(self, scale_wrt_gas: bool = True) -> float:
         """The weight of a micro-batch in the window's average. ``scale_wrt_gas`` False: the caller has divided."""
         return 1.0 / self.batch.accumulation_steps if scale_wrt_gas else 1.0
+
+    @property
+    def reduces_each_pass(self) -> bool:
+        """Whether no pass can be added to later ones before it is reduced."""
+        return self._divides_sums
 
     def factor(self, scale_wrt_gas: bool = True) -> float:
         """The factor of a micro-batch's gradients on their way to the window's sum.

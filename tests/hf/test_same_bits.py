@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hf.stack import VOCAB, ds_config, llama, make_trainer, numbers, on_ranks
+from tests.hf.stack import VOCAB, Text, ds_config, forget, llama, make_trainer, numbers, on_ranks
+from tests.hf.test_accelerate import accelerator, loop, plugin
 
 GRAIN, N_GRAINS, N_STEPS = 2, 6, 4
 
@@ -73,4 +74,30 @@ def test_trainer_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, change
     expected = on_ranks(1, train, tmp_path, cells[:1])[0][0]
     for world in (1, 3, 6):
         for (stage, _), found in zip(cells, on_ranks(world, train, tmp_path, cells)[0], strict=True):
+            assert found == expected, (world, stage, found, expected)
+
+
+def train_in_a_loop(rank: int, world: int, stages: list[int]) -> list[Any]:
+    """The loop of accelerate's documentation, in which accelerate decides about boundaries."""
+    found = []
+    for stage in stages:
+        forget()
+        section = {"enabled": True, "grain": GRAIN, "threads": 1}
+        acc = accelerator(
+            plugin(stage, gradient_clipping=0.5, train_batch_size="auto", same_bits=section),
+            gradient_accumulation_steps=N_GRAINS // world,
+        )
+        model = gpt2()
+        data = torch.utils.data.DataLoader(Text(4 * N_GRAINS * GRAIN), batch_size=GRAIN)
+        engine, optimizer, data = acc.prepare(model, torch.optim.AdamW(model.parameters(), lr=5e-3), data)
+        _, norms = loop(acc, engine, optimizer, data, steps=N_STEPS)
+        found.append((engine.fingerprint(), norms))
+        engine.close()
+    return found
+
+
+def test_a_loop_of_accelerate_has_the_same_bits_on_any_number_of_ranks() -> None:
+    expected = on_ranks(1, train_in_a_loop, [0])[0][0]
+    for world in (2, 3):
+        for stage, found in enumerate(on_ranks(world, train_in_a_loop, list(range(4)))[0]):
             assert found == expected, (world, stage, found, expected)

@@ -47,8 +47,15 @@ class LateBuckets:
         """Whether the next reduced pass may have late gradients; alike on all ranks."""
         self.waiting: set[int] = set()
         """Buckets that are launched after all others; alike on all ranks."""
-        self._is_replanned = False  # the order of backward has changed since the last call of ``plan``
+        self._is_replanned = False  # the order of backward has changed in this window
+        self._found: set[int] = (
+            set()
+        )  # trackers of parameters whose gradients have come after their turn in this window
         self._has_told = False
+
+    def begin_window(self) -> None:
+        """From now on flags are those of the present order of backward."""
+        self._is_replanned, self._found = False, set()
 
     def flags(self) -> list[float]:
         """This rank's flag of each parameter."""
@@ -74,11 +81,12 @@ class LateBuckets:
     def plan(self, flags: Sequence[float]) -> None:
         """Makes the buckets whose gradients came after their turn on some rank wait in the next window, and no other
         buckets."""
-        slots = self._at_least(self._after_turn, flags)
+        # It is called again if a window is finished again, and an edit of a gradient has cleared flags meanwhile.
+        self._found |= {slot.tracker_index for slot in self._at_least(self._after_turn, flags)}
+        slots = [slot for slot in self._slots.registered if slot.tracker_index in self._found]
         self._have_waiting({self._slots.bucket_of(slot) for slot in slots})
         # The flags of a window whose order has changed at its end say nothing of the new order.
         self.may_come = bool(slots) or self._is_replanned
-        self._is_replanned = False
         if slots and not self._has_told:
             self._has_told = True
             logger.info(

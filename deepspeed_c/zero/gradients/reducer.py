@@ -118,6 +118,7 @@ class GradientReducer:
 
     def _begin_window(self) -> None:
         self._path.begin_window()
+        self.late.begin_window()
         self.scaling.end_window()
         self._has_unreduced = False
         self._has_passed = False  # a backward that reduces has ended, or everything was finished
@@ -269,7 +270,7 @@ class GradientReducer:
         if self.sums.summing.is_in_tree:
             raise StateError(
                 "adds the gradients of several grains on one rank, and same_bits adds them in the order of a tree",
-                where="engine.no_sync",
+                where="engine.coalesce_grad_reduction",
                 fix="leave the context out: with same_bits each pass is reduced by itself",
             )
         self._n_postponing += 1

@@ -78,11 +78,21 @@ def test_a_window_without_late_gradients_ends_the_waiting() -> None:
         for _ in range(2):
             late.plan([3.0, late.flags()[1] + 2.0])
             assert path.waiting == {0} and late.may_come
+            late.plan([3.0, 3.0])  # the same window, after an edit
+            assert path.waiting == {0} and late.may_come
+            late.begin_window()
             late.plan([3.0, 3.0])
             assert path.waiting == set() and not late.may_come
+            late.begin_window()
         late.plan([3.0, late.flags()[1] + 2.0])
+        late.begin_window()
         late.forget()
         assert path.waiting == set() == late.waiting
+        late.plan([3.0, 3.0])
+        assert late.may_come  # these flags are of the order before
+        late.begin_window()
+        late.plan([3.0, 3.0])
+        assert not late.may_come
     finally:
         logger.removeHandler(handler)
     assert len(messages) == 1 and "gradients of p1 came again" in messages[0], messages
