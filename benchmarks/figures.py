@@ -1144,6 +1144,16 @@ FIGURES = [
     ),
     *(
         Figure(
+            f"67M fp32 parameters, 1 rank, {case}: time of `engine.fingerprint()` over one read of the same bytes",
+            "<= 1.2",
+            "fingerprint",
+            {"case": case},
+            "ratio_to_read",
+        )
+        for case in ("weights", "weights and moments", "weights and moments of a GPT")
+    ),
+    *(
+        Figure(
             f"29M GPT, {n_ranks} ranks, stage {stage}: time of a step of {n_grains} grains with `same_bits` over one without",
             goal,
             f"same_bits_{n_ranks}",

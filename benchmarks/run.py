@@ -580,6 +580,14 @@ BENCHMARKS = [
         "--gigabytes 0.1 --rounds 2",
         n_ranks=2,
     ),
+    _script(
+        "fingerprint",
+        "training",
+        f"{OURS}/fingerprint.py",
+        ("csrc/ckpt", "deepspeed_c/engine/fingerprint.py", "deepspeed_c/engine/checkpoint", "deepspeed_c/checkpoint"),
+        60,
+        "--rounds 1 --width 64 --layers 2",
+    ),
     *(
         _script(
             f"same_bits_{n_ranks}",
