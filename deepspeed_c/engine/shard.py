@@ -10,11 +10,11 @@ import torch
 
 from deepspeed_c import threads
 from deepspeed_c.accelerator import get_accelerator
-from deepspeed_c.comm.axes import DATA
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.config import Config
 from deepspeed_c.config.offload import OffloadOptimizer
 from deepspeed_c.engine.precision import Precision
+from deepspeed_c.errors import ConfigError
 from deepspeed_c.logging import log_dist
 from deepspeed_c.offload.place import place, store_states, store_weights
 from deepspeed_c.zero.gradients.bucket import GradientPools
@@ -127,6 +127,18 @@ def shard_model(
     return optimizer, layout
 
 
+def _n_grains(config: Config) -> int:
+    """Grains of a step, over all ranks. The planner has a configuration whose batch is not resolved."""
+    n_samples, grain = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if n_samples is None or grain is None:
+        raise ConfigError(
+            "the number of grains in a step is not known, and the memory of same_bits depends on it",
+            where="train_batch_size, same_bits.grain",
+            fix="write both as numbers",
+        )
+    return n_samples // grain
+
+
 def make_reducer(
     layout: Layout, config: Config, precision: Precision, mesh: Mesh, pools: GradientPools | None = None
 ) -> GradientReducer:
@@ -149,7 +161,7 @@ def make_reducer(
             is_mean=config.gradient_allreduce_op == "mean",
             # Host memory has room for accumulation in fp32.
             accum_dtype=precision.accum_dtype or (torch.float32 if has_fp32_sums else None),
-            n_grains=config.batch.accumulation_steps * mesh.size(*DATA) if config.same_bits.enabled else None,
+            n_grains=_n_grains(config) if config.same_bits.enabled else None,
         ),
         pools,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 
 import deepspeed_c
 from deepspeed_c.errors import BackwardError, StateError
+from deepspeed_c.plan.cli import main
 from deepspeed_c.utils import safe_get_full_grad, safe_set_full_grad
 from tests.deepspeed_c.engine.test_same_bits import GRAIN, N_GRAINS, WORDS, Net, Texts, config_of, train
 from tests.ranks import run_ranks
@@ -118,3 +121,16 @@ def refusals(rank: int, world: int) -> None:
 
 def test_what_would_tie_bits_to_the_ranks_is_refused() -> None:
     run_ranks(2, refusals)
+
+
+@pytest.mark.parametrize("n_ranks, n_buffers", [(1, 5), (2, 4), (3, 5)])
+def test_the_planner_counts_the_sums_that_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], n_ranks: int, n_buffers: int
+) -> None:
+    """12 grains: sums of 2, 4 and 8 grains on 2 ranks, which add pairs, of 1 too on others, and the mean; in fp32."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of(2, "bf16")))
+    main(["--config", str(path), "--ranks", str(n_ranks), "--params", "1e6", "--json"])
+    row = next(row for row in json.loads(capsys.readouterr().out)["rows"] if row["is_chosen"])
+    found, expected = row["phases"]["initialize"]["kinds"]["gradients"], n_buffers * 4e6 / n_ranks
+    assert found == pytest.approx(expected, rel=1e-2), (found, expected)
