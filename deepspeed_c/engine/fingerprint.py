@@ -39,7 +39,7 @@ class _PieceKey(NamedTuple):
     part: tuple[int, ...]
 
 
-class _Place(NamedTuple):
+class _HeldPlace(NamedTuple):
     piece: _PieceKey
     whole: _PieceKey
     """``piece`` with no part: its tensor."""
@@ -58,7 +58,7 @@ class RankPrints:
         """stage: this rank's stage of a pipeline."""
         self._comm, self._stage = comm, stage
         self._held: list[tuple[_PieceKey, ...]] = []  # by rank; empty before the first exchange
-        self._places: list[_Place] = []
+        self._places: list[_HeldPlace] = []
 
     def of(self, pieces: Iterable[OwnedPiece], order: Iterable[str]) -> Fingerprint:
         """The fingerprint, the same on every rank. Collective.
@@ -122,7 +122,7 @@ class RankPrints:
         for rank, of_rank in enumerate(held):
             for i, piece in enumerate(of_rank):
                 holders.setdefault(piece, []).append((rank, i))
-        places = [_Place(piece, piece._replace(part=()), of_piece) for piece, of_piece in holders.items()]
+        places = [_HeldPlace(piece, piece._replace(part=()), of_piece) for piece, of_piece in holders.items()]
         for place in places:
             n_held[place.whole] += place.piece.part[-1]
         for whole, n_elems in n_held.items():
@@ -133,7 +133,7 @@ class RankPrints:
                     fix="call it on all ranks of the engine, after the same steps",
                 )
 
-        def by_order(place: _Place) -> tuple[int, str, str, int, tuple[int, ...]]:
+        def by_order(place: _HeldPlace) -> tuple[int, str, str, int, tuple[int, ...]]:
             piece = place.piece
             return place_of_name.get(piece.name, len(place_of_name)), piece.name, piece.kind, piece.stage, piece.part
 

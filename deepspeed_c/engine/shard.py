@@ -127,9 +127,8 @@ def shard_model(
     return optimizer, layout
 
 
-def _n_grains(config: Config) -> int:
+def _n_grains(n_samples: int | None, grain: int | None) -> int:
     """Grains of a step, over all ranks. The planner has a configuration whose batch is not resolved."""
-    n_samples, grain = config.train_batch_size, config.train_micro_batch_size_per_gpu
     if n_samples is None or grain is None:
         raise ConfigError(
             "the number of grains in a step is not known, and the memory of same_bits depends on it",
@@ -148,6 +147,9 @@ def make_reducer(
         # With same_bits every pass is added to the tree of its window when it ends. With states in the host's memory
         # gradients move there as they arrive: without sharding their sums would stay on the device.
         sharding = config.zero.sharding._replace(optimizer=True, gradients=True)
+    n_grains = None
+    if config.same_bits.enabled:
+        n_grains = _n_grains(config.train_batch_size, config.train_micro_batch_size_per_gpu)
     has_fp32_sums = config.same_bits.enabled or config.zero.offload_optimizer.device != "none"
     reducer = GradientReducer(
         layout.trained,
@@ -161,7 +163,7 @@ def make_reducer(
             is_mean=config.gradient_allreduce_op == "mean",
             # Host memory has room for accumulation in fp32.
             accum_dtype=precision.accum_dtype or (torch.float32 if has_fp32_sums else None),
-            n_grains=_n_grains(config) if config.same_bits.enabled else None,
+            n_grains=n_grains,
         ),
         pools,
     )

@@ -97,6 +97,7 @@ def config_of(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "seed": 5,
         **({} if dtype == "fp32" else {dtype: {"enabled": True}}),
+        **({"fp16": {"enabled": True, "initial_scale_power": 8}} if dtype == "fp16" else {}),
         **more,
     }
 
