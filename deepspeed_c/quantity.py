@@ -6,7 +6,7 @@ import re
 
 from deepspeed_c.errors import ConfigError
 
-__all__ = ["as_binary", "parse_bytes", "parse_count", "parse_seconds"]
+__all__ = ["as_binary", "count_in_words", "parse_bytes", "parse_count", "parse_seconds"]
 
 _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _BYTE_UNITS = {"": 1} | {f"{u}b": 1000**n for n, u in enumerate(("", "k", "m", "g", "t"))}
@@ -50,3 +50,11 @@ def as_binary(n_bytes: int) -> str:
     # The format .3g would write a number of four digits with an exponent.
     number = f"{value:.0f}" if value >= 999.5 else f"{value:.3g}"
     return f"{number} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
+
+
+def count_in_words(n: int) -> str:
+    """``7B``, ``350M``, ``1.234k``: a count in four digits, with the unit of its size."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.4g}{unit}"
+    return str(n)

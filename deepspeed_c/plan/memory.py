@@ -21,6 +21,7 @@ from deepspeed_c.buffers import BufferPool
 from deepspeed_c.comm.transports.gloo import Gloo
 from deepspeed_c.comm.transports.torch_backend import TorchBackend
 from deepspeed_c.comm.transports.transport import Transport
+from deepspeed_c.comm.work import Work
 from deepspeed_c.config import Config
 from deepspeed_c.config.parallel import Comm
 from deepspeed_c.config.stages import STAGES
@@ -32,9 +33,11 @@ from deepspeed_c.offload.swap import Swapper, SwapSettings
 from deepspeed_c.ops.q8 import BLOCK_ELEMS
 from deepspeed_c.plan.batch import BatchGathers, PipelineBatch
 from deepspeed_c.plan.book import Book, Phase
+from deepspeed_c.plan.computing import NO_WORK, Computing, ModuleWork
 from deepspeed_c.plan.generation import GenerationMoment
 from deepspeed_c.plan.outline import outline_of
 from deepspeed_c.plan.pretended import PretendedFile, PretendedRanks, PretendedSharedMemory, pretended_mesh
+from deepspeed_c.plan.recorded import Recorder
 from deepspeed_c.plan.sizes import ModelSizes, OptimizerSizes, ParamSize
 from deepspeed_c.zero.gradients.bucket import Bucket, GradientPools
 from deepspeed_c.zero.gradients.reducer import GradientReducer
@@ -46,7 +49,16 @@ from deepspeed_c.zero.weights.drivers.lease import Lease
 from deepspeed_c.zero.weights.fetch import keeps_gathered
 from deepspeed_c.zero.weights.hooks import ModuleHooks
 
-__all__ = ["KINDS", "PHASES", "Activations", "LeasePlan", "MemoryPlan", "Offload", "plan_memory"]
+__all__ = [
+    "KINDS",
+    "PHASES",
+    "Activations",
+    "LeasePlan",
+    "MemoryPlan",
+    "Offload",
+    "plan_memory",
+    "record_step",
+]
 
 PHASES = ("initialize", "forward", "backward", "batch", "step", "generate")
 """In order. A pipeline has "batch" in place of "forward" and "backward", which alternate there."""
@@ -276,6 +288,29 @@ def plan_memory(
         )
 
 
+def record_step(
+    sizes: ModelSizes,
+    config: Config,
+    n_ranks: int,
+    optimizer: OptimizerSizes,
+    work: ModuleWork,
+    *,
+    device_type: str = "cpu",
+) -> Recorder:
+    """What one of ``n_ranks`` ranks does in a step, after the engine has learnt its order of use. ``work``: the times
+    of its computations. Nothing is allocated. Raises ModelError if ``initialize`` would raise it."""
+    recorder = Recorder()
+    with ExitStack() as at_end:
+        walk = _Walk(sizes, config, n_ranks, optimizer, device_type, Offload.of(config.zero), at_end, recorder, work)
+        walk.initialize()
+        for _ in range(N_WINDOWS - 1):
+            walk.window(Activations())
+        recorder.is_on = True
+        walk.window(Activations(), n_passes=config.gradient_accumulation_steps or 1)
+        recorder.is_on = False
+    return recorder
+
+
 class _Walk:
     """The run of one rank. ``at_end`` removes the run's hooks."""
 
@@ -288,6 +323,8 @@ class _Walk:
         device_type: str,
         offload: Offload,
         at_end: ExitStack,
+        recorder: Recorder | None = None,
+        work: ModuleWork = NO_WORK,
     ) -> None:
         is_host = device_type == "cpu"
         places = offload.kinds(config.zero.stage, is_host=is_host)
@@ -296,7 +333,10 @@ class _Walk:
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
         self._is_host = is_host
         self._sharding = config.zero.sharding
-        self._model, groups = outline_of(sizes, self._take_gradients)
+        self._recorder = Recorder() if recorder is None else recorder
+        self._model, groups = outline_of(sizes, self._take_gradients, lambda *of: self._computing.on_work(*of))
+        paths = (name for name, _ in self._model.named_modules())
+        self._computing = Computing(self._recorder, work, paths)
         self._pipeline = None if sizes.pipeline is None else PipelineBatch(self._model, sizes.pipeline)
         self._precision = Precision(config, self._model)
         placement = placement_of(
@@ -315,10 +355,11 @@ class _Walk:
             scratch,
             _transport(config.comm, is_host=is_host),
             n_host=n_near * sizes.n_tensor if n_near > 1 else 0,
+            recorder=self._recorder,
         )
         data_first = config.use_data_before_expert_parallelism
         mesh = pretended_mesh(comm, config.zero, sizes.n_tensor, data_first=data_first, n_pipeline=n_pipeline)
-        self._at_end = at_end
+        self._at_end, self._mesh = at_end, mesh
         at_end.callback(mesh.close)
         check_experts(self._model, mesh)
         layout = lay_out(
@@ -373,6 +414,7 @@ class _Walk:
             if not torch.autograd._is_checkpoint_valid():
                 self.book.take(INCOMING, n_bytes)
             self.book.free(INCOMING, n_bytes)
+            self._computing.move_bytes(2 * n_bytes, f"gradient of {slot.name}")  # copied into its bucket
 
         return forget
 
@@ -488,7 +530,7 @@ class _Walk:
     def _make_swapper(
         self, folder: str, n_bytes: int, settings: SwapSettings, where: str, comm: object, *, n_buffers: int, what: str
     ) -> Swapper:
-        made = Swapper(PretendedFile(settings, self.book.counter(SWAP)), n_buffers=n_buffers)
+        made = Swapper(PretendedFile(settings, self.book.counter(SWAP), self._recorder), n_buffers=n_buffers)
         self._at_end.callback(made.close)
         return made
 
@@ -515,33 +557,59 @@ class _Walk:
         return is_large and bool(self._stored(bucket.unit, bucket.index))
 
     def _update(self) -> None:
-        """Update bucket by bucket; during an update the next bucket is read."""
+        """Update bucket by bucket; during an update the next bucket is read, and weights that ranks hold whole are
+        gathered."""
+        works: list[Work] = []
         for bucket, follower in zip(self._order, [*self._order[1:], None]):
             unit, index = bucket.unit, bucket.index
             if self._is_streamed(bucket):
                 with unit.weights.open(index, reads=False):
                     deque(unit.states.stream(self._stored(unit, index)), maxlen=0)
-                continue
-            if follower is not None and not self._is_streamed(follower):
-                follower.unit.states.read_ahead(follower.index)
-            with unit.states.open(index), unit.weights.open(index, reads=False):
-                pass
+                    self._computing.update(self._updated_bytes(bucket), f"update of {unit.gather_label(index)}")
+            else:
+                if follower is not None and not self._is_streamed(follower):
+                    follower.unit.states.read_ahead(follower.index)
+                with unit.states.open(index), unit.weights.open(index, reads=False):
+                    self._computing.update(self._updated_bytes(bucket), f"update of {unit.gather_label(index)}")
+            works.append(unit.gather_weights(index, use_broadcast=self._config.disable_allgather))
+        for work in works:
+            work.wait()
 
-    def window(self, activations: Activations) -> None:
-        """Run the micro-batches of one step, as many as differ in their memory; of a pipeline all, as its table says."""
+    def _updated_bytes(self, bucket: Bucket) -> int:
+        """Bytes that the update of a bucket reads or writes: sums of gradients once, masters and states twice, and the
+        weights that are not masters."""
+        unit, index = bucket.unit, bucket.index
+        n_bytes = unit.slice_elems[index] * self._reducer.sums.summing.dtype_of(unit).itemsize
+        if unit.master_bytes(index):
+            n_bytes += unit.slice_elems[index] * unit.dtype.itemsize
+        pieces = self._pieces(unit, index)
+        n_bytes += 2 * sum(piece.nbytes for piece in pieces)
+        for piece in pieces:
+            layout = self._optimizer.layout_of_state(unit.group, piece).values()
+            n_bytes += 2 * sum(numel * dtype.itemsize for dtype, numel in layout)
+        return n_bytes
+
+    def window(self, activations: Activations, n_passes: int | None = None) -> None:
+        """Run the micro-batches of one step; of a pipeline all, as its table says. n_passes: by default as many as
+        differ in their memory."""
         if self._pipeline is not None and self._reducer is not None:
             self.book.begin("batch", activations.held("backward"))
             self.batch = self._pipeline.run(self.fetcher, self._reducer)
             self.book.begin("step")
             self.step()
             return
-        n = 2 if self._optimizer is not None and (self._config.gradient_accumulation_steps or 1) > 1 else 1
+        n = n_passes
+        if n is None:
+            n = 2 if self._optimizer is not None and (self._config.gradient_accumulation_steps or 1) > 1 else 1
         for i in range(n):
             self.book.begin("forward", activations.held("forward"))
+            self._recorder.phase = "forward"
             with torch.set_grad_enabled(self._optimizer is not None):
                 loss = self._model(torch.zeros(1, device="cpu"))
             if self._reducer is not None:
                 self.book.begin("backward", activations.held("backward"))
+                self._recorder.phase = "backward"
+                self._computing.begin_backward()
                 self._reducer.begin_backward(is_boundary=i == n - 1, factor=1.0, starts=[loss.grad_fn])
                 loss.backward()
                 self._reducer.end_backward()
@@ -574,7 +642,11 @@ class _Walk:
                 self._model(torch.zeros(1, device="cpu"))
 
     def step(self) -> None:
+        self._recorder.phase = "step"
+        late = self._reducer.late
+        late.plan(late.flags())
         self._reducer.discard()  # waits for pending reductions
+        self._exchange_facts()
         if not self._has_state:
             self._has_state = True
             # States in the swap file were made together with the file.
@@ -587,6 +659,14 @@ class _Walk:
         self.book.free(UPDATE, transient)
         if self.fetcher is not None:
             self.fetcher.weights_changed()
+
+    def _exchange_facts(self) -> None:
+        """The collectives of ``FactsExchange``, over numbers that have no values here."""
+        n_bytes = sum(self._reducer.sums.n_bytes[unit] for unit in self._trained)
+        self._computing.move_bytes(n_bytes, "norm")
+        of_stage, of_stages = self._reducer.sizes_of_facts
+        self._mesh.stage.sum_numbers([0.0] * of_stage)
+        self._mesh.pipeline.sum_numbers([0.0] * of_stages, label="facts of all stages")
 
     def _count_states(self, units: Iterable[Unit]) -> None:
         for unit in units:

@@ -3,6 +3,7 @@ move no data."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,16 +13,19 @@ from torch.distributed.distributed_c10d import _world
 from deepspeed_c.buffers import BufferPool, ordinary_memory
 from deepspeed_c.comm.axes import DP_SHARD, PP
 from deepspeed_c.comm.collectives import Collectives
-from deepspeed_c.comm.ledger import Ledger
 from deepspeed_c.comm.mesh import Mesh
 from deepspeed_c.comm.transports.shared_memory import SharedMemory
 from deepspeed_c.comm.transports.transport import Transport
 from deepspeed_c.comm.work import Work
 from deepspeed_c.config.zero import Zero
 from deepspeed_c.offload.swap import SwapFile, SwapSettings
+from deepspeed_c.plan.recorded import READ, WRITE, RecordedLedger, Recorder
 from deepspeed_c.zero.layout.layout import mesh_of_config
 
 __all__ = ["PretendedFile", "PretendedRanks", "PretendedSharedMemory", "pretended_mesh"]
+
+
+_NUMBER_BYTES = 8  # of a number that ranks exchange
 
 
 class _NoGroup:
@@ -77,17 +81,24 @@ class PretendedRanks(Collectives):
     """Rank 0 of ``world_size`` ranks, for objects of the engine with tensors on the meta device.
 
     transport: how ranks exchange tensors. scratch: the pool of the buffers that collectives receive into. ranks: their
-    numbers among all ranks, of which the first is 0. n_host: ranks of each host.
+    numbers among all ranks, of which the first is 0. n_host: ranks of each host. recorder: records the collectives.
     """
 
     def __init__(
-        self, world_size: int, scratch: BufferPool, transport: Transport, ranks: Sequence[int] = (), n_host: int = 0
+        self,
+        world_size: int,
+        scratch: BufferPool,
+        transport: Transport,
+        ranks: Sequence[int] = (),
+        n_host: int = 0,
+        recorder: Recorder | None = None,
     ) -> None:
         self.group: Any = _NoGroup()
         self.world_size, self.rank, self.global_rank = world_size, 0, 0
         self.global_ranks = list(ranks or range(world_size))
         self._n_host = n_host or world_size
-        self.ledger = Ledger("pretended", self.global_ranks)
+        self.recorder = Recorder() if recorder is None else recorder
+        self.ledger = RecordedLedger(self.global_ranks, self.recorder)
         self._on_close = [lambda: _world.pg_group_ranks.pop(self.group, None)]
         # Torch looks up the source of a broadcast here.
         _world.pg_group_ranks[self.group] = {rank: i for i, rank in enumerate(self.global_ranks)}
@@ -98,7 +109,9 @@ class PretendedRanks(Collectives):
 
     def along(self, ranks: Sequence[int], axes: Sequence[str]) -> PretendedRanks:
         """The ranks along an axis of a mesh. They share the buffers of these ranks."""
-        return PretendedRanks(len(ranks), self.scratch, self._transports["meta"], ranks)
+        made = PretendedRanks(len(ranks), self.scratch, self._transports["meta"], ranks, recorder=self.recorder)
+        made.ledger.make_part_of(self.ledger, " x ".join(axes))
+        return made
 
     @property
     def by_host(self) -> list[list[int]]:  # type: ignore[override]
@@ -106,12 +119,13 @@ class PretendedRanks(Collectives):
         return [list(ranks[i : i + self._n_host]) for i in range(0, self.world_size, self._n_host)]
 
     def alone(self) -> PretendedRanks:
-        return PretendedRanks(1, self.scratch, self._transports["meta"])
+        return PretendedRanks(1, self.scratch, self._transports["meta"], recorder=self.recorder)
 
     def all_gather(self, flat: torch.Tensor, *, use_broadcast: bool = False, label: str = "") -> Work:
-        """Returns at once: a gather takes no further memory on any backend. Some backends would start one transfer for
-        each rank."""
-        return Work.done()
+        """A gather takes no further memory on any backend. Some backends would start one transfer for each rank."""
+        if flat.numel() == 0 or self.world_size == 1:
+            return Work.done()
+        return _done().note_in(self.ledger.enter("all-gather", flat.nbytes, label, flat.device))
 
     def all_to_all(
         self,
@@ -122,12 +136,21 @@ class PretendedRanks(Collectives):
         *,
         label: str = "",
     ) -> Work:
-        """Returns at once: the caller has made both buffers."""
-        return Work.done()
+        """Takes no memory: the caller has made both buffers."""
+        if self.world_size == 1:
+            return Work.done()
+        return _done().note_in(self.ledger.enter("all-to-all", flat.nbytes, label, flat.device))
 
     def _gather_numbers(self, op: str, number: float, label: str) -> list[Any]:
         """All ranks have the same number."""
+        self._exchange(op, _NUMBER_BYTES * self.world_size, label)
         return [number] * self.world_size
+
+    def _exchange(self, op: str, n_bytes: int, label: str) -> None:
+        """A collective that this rank waits for at once."""
+        if self.world_size > 1 and n_bytes:
+            with self.ledger.enter(op, n_bytes, label):
+                pass
 
     def why_not_joint(self, device: torch.device) -> str:
         return (
@@ -141,13 +164,18 @@ class PretendedRanks(Collectives):
 
     def barrier(self, *, label: str = "") -> None:
         """Returns at once, because there are no other ranks."""
+        self._gather_numbers("barrier", 0, label)
 
     def sum_numbers(self, numbers: Sequence[float], *, label: str = "") -> list[float]:
         """The sum if all ranks have the same numbers."""
+        self._exchange("all-reduce", _NUMBER_BYTES * len(numbers), label or "sum_numbers")
         return [float(number) * self.world_size for number in numbers]
 
     def gather_objects(self, value: Any, *, label: str = "") -> list[Any]:
         """The objects of all ranks if they have equal ones."""
+        n_bytes = len(pickle.dumps(value)) if self.recorder.is_on and self.world_size > 1 else 0
+        self._gather_numbers("all-gather", n_bytes, label or "gather_objects")
+        self._exchange("all-gather", n_bytes * self.world_size, label or "gather_objects")
         return [value] * self.world_size
 
 
@@ -161,15 +189,17 @@ def pretended_mesh(comm: PretendedRanks, zero: Zero, n_tensor: int, *, data_firs
 
 
 class PretendedFile(SwapFile):
-    """A swap file for tensors on the meta device. count: called with the bytes of each new buffer."""
+    """A swap file for tensors on the meta device. count: called with the bytes of each new buffer. recorder: records
+    reads and writes."""
 
     device = torch.device("meta")
     has_given_up = False
     buffer_bytes = 0
 
-    def __init__(self, settings: SwapSettings, count: Callable[[int], None]) -> None:
+    def __init__(self, settings: SwapSettings, count: Callable[[int], None], recorder: Recorder) -> None:
         self.settings, self.folder = settings._replace(checksum=False), ""
-        self._count = count
+        self._count, self._recorder = count, recorder
+        self._started: list[tuple[int | None, int]] = []  # by request: (number of its transfer, its bytes)
 
     def new_buffer(self, n_bytes: int) -> torch.Tensor:
         self._count(n_bytes)
@@ -177,13 +207,19 @@ class PretendedFile(SwapFile):
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
     def start_read(self, offset: int, buffer: torch.Tensor, n_bytes: int) -> int:
-        return n_bytes
+        return self._start(READ, n_bytes)
 
     def start_write(self, offset: int, data: torch.Tensor, n_bytes: int, buffer: torch.Tensor) -> int:
-        return n_bytes
+        return self._start(WRITE, n_bytes)
+
+    def _start(self, op: str, n_bytes: int) -> int:
+        self._started.append((self._recorder.start(op, (), n_bytes, "swap file"), n_bytes))
+        return len(self._started) - 1
 
     def wait(self, request: int) -> int:
-        return request
+        number, n_bytes = self._started[request]
+        self._recorder.wait(number)
+        return n_bytes
 
     def close(self) -> None:
         """Does nothing, because no file is open."""

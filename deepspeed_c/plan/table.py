@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_c.buffers import BufferPool
-from deepspeed_c.config import ReadConfig, read_config
-from deepspeed_c.config.parallel import Pipeline
-from deepspeed_c.config.source import GivenConfig, read_source
+from deepspeed_c.config import read_config
+from deepspeed_c.config.source import GivenConfig
 from deepspeed_c.config.stages import STAGES
-from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
-from deepspeed_c.errors import ConfigError, DeepSpeedCError, ModelError
-from deepspeed_c.inject import cut_model
-from deepspeed_c.moe.spread import plan_spread
-from deepspeed_c.offload.place import place
+from deepspeed_c.errors import DeepSpeedCError
 from deepspeed_c.ops.scope import declaration
-from deepspeed_c.pipe import PipelineModule, TiedLayerSpec
-from deepspeed_c.pipe.schedule import Cost, fitting, make_table, traits_of
 from deepspeed_c.plan.activations import ForwardShape, Traced, trace_activations
 from deepspeed_c.plan.generation import GenerationMoment, GenerationShape, trace_generation
 from deepspeed_c.plan.memory import KINDS, PHASES, Activations, LeasePlan, MemoryPlan, Offload, plan_memory
-from deepspeed_c.plan.pretended import PretendedRanks, PretendedSharedMemory, pretended_mesh
-from deepspeed_c.plan.sizes import ModelSizes, PipelineSizes, group_sizes, model_of, sizes_of
-from deepspeed_c.plan.tiers import NVME_PATH, Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
+from deepspeed_c.plan.prepared import optimizer_sizes, prepare
+from deepspeed_c.plan.sizes import ModelSizes
+from deepspeed_c.plan.tiers import Budgets, Placed, Rates, offload_section, place_states, suggest_ratio
 from deepspeed_c.plan.timeline import Option, options_of
-from deepspeed_c.zero.layout.layout import mark_leaves
+from deepspeed_c.quantity import count_in_words
 
 __all__ = ["Row", "Table", "as_json", "as_text", "plan_table"]
 
-# The assumed optimizer if only sizes are planned and the configuration names no optimizer.
-ASSUMED_OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4}}
 OFFLOADS = (
     Offload(),
     Offload("cpu"),
@@ -124,61 +113,32 @@ def plan_table(
     ``every_stage`` the table has the row of the configuration alone. Raises ConfigError for the configuration,
     OptimizerError and ModelError for optimizer and model.
     """
-    notes: list[str] = []
-    overrides: dict[str, Any] = {}
-    source = read_source(source)
-    read = read_config(source)
-    if isinstance(model, PipelineModule):
-        n_ranks //= model.num_stages
-    n_tensor, n_ranks = _tensor_ranks(read, n_tensor, n_ranks, overrides, has_model=model is not None)
-    config = read_config(source, overrides=overrides).resolve(world_size=n_ranks, batch="skip")
-    if sizes is not None and config.optimizer is None:
-        overrides["optimizer"] = ASSUMED_OPTIMIZER
-        notes.append(f"the configuration names no optimizer: {ASSUMED_OPTIMIZER['type']} is assumed")
-        config = read_config(source, overrides=overrides).resolve(world_size=n_ranks, batch="skip")
+    prepared = prepare(
+        source,
+        n_ranks,
+        sizes=sizes,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        is_sharded=is_sharded,
+        n_tensor=n_tensor,
+    )
+    source, overrides, config, n_ranks, n_tensor = (
+        prepared.source,
+        prepared.overrides,
+        prepared.config,
+        prepared.n_ranks,
+        prepared.n_tensor,
+    )
+    model, sizes, base, ranks, notes = prepared.model, prepared.sizes, prepared.base, prepared.ranks, [*prepared.notes]
     asked = Offload.of(config.zero)
     chosen = (config.zero.stage, asked)
-    nvme_path = config.zero.offload_optimizer.nvme_path or config.zero.offload_param.nvme_path
-    for section in ("offload_optimizer", "offload_param"):
-        if getattr(config.zero, section).nvme_path is None:
-            overrides[f"zero_optimization.{section}.nvme_path"] = nvme_path or NVME_PATH
-    is_given_sizes = model is None
-    if is_given_sizes:
-        model, _ = model_of(sizes)
-    ranks = PretendedRanks(n_tensor, BufferPool(), PretendedSharedMemory())
-    if config.expert_parallel.enabled:
-        if is_given_sizes:
-            raise ModelError(
-                "sizes alone do not say which of them are experts",
-                where="expert_parallel.enabled",
-                fix="give a script in place of --params",
-            )
-        everyone = PretendedRanks(n_ranks * n_tensor, BufferPool(), PretendedSharedMemory())
-        data_first = config.use_data_before_expert_parallelism
-        with closing(pretended_mesh(everyone, config.zero, n_tensor, data_first=data_first)) as mesh:
-            notes.append(str(plan_spread(model, config.expert_parallel, mesh)))
-    if n_tensor > 1:
-        notes.append(cut_model(model, config.tensor_parallel, ranks).summary)
-    is_pipeline = isinstance(model, PipelineModule)
-    base = build_optimizer(config.optimizer, config.bf16, model, optimizer, model_parameters, may_be_empty=is_pipeline)
-    if not is_given_sizes:
-        mark_leaves(model, config.zero)
-        precision = Precision(config, model)
-        sizes = _sizes_of(model, base, precision, is_sharded)._replace(n_tensor=n_tensor)
-        if is_pipeline:
-            sizes = sizes._replace(
-                pipeline=pipeline_sizes(model, config.pipeline, config.gradient_accumulation_steps or 1)
-            )
-        if sizes.n_held < sizes.numel:
-            notes.append(
-                f"a rank holds {_count(sizes.n_held)} of the {_count(sizes.numel)} parameters: experts are spread over"
-                f" ranks (ep_size {', '.join(map(str, sorted({p.n_expert_ranks for p in sizes.params} - {1})))})"
-            )
+    nvme_path = prepared.nvme_path
     options: list[Option] = []
     asked_option = 0
     if batch is not None:
         section = config.activation_checkpointing
-        traced = trace_activations(model, batch, precision, section.layers, device_type, ranks)
+        traced = trace_activations(model, batch, prepared.precision, section.layers, device_type, ranks)
         options, asked_option = options_of(traced, section, n_tensor=n_tensor, is_host=device_type == "cpu")
         notes += [traced.note] if traced.note else []
         activations = _activations_of(options[asked_option], traced, is_host=device_type == "cpu")
@@ -250,33 +210,6 @@ def plan_table(
     )
 
 
-def _tensor_ranks(
-    config: ReadConfig, wanted: int | None, n_ranks: int, overrides: dict[str, Any], *, has_model: bool
-) -> tuple[int, int]:
-    """(number of tensor-parallel ranks, number of data-parallel ranks) of ``n_ranks``. The first number is also written
-    to ``overrides``."""
-    found, key = config.tensor_parallel_size
-    n_tensor = found if wanted is None else wanted
-    where = key if wanted is None else "--tp"
-    if n_tensor < 1 or n_ranks % n_tensor:
-        raise ConfigError(
-            f"{n_ranks} ranks cannot be cut into groups of {n_tensor}",
-            where=where,
-            fix="give a number of ranks (--ranks) that is a multiple of it",
-        )
-    if n_tensor == 1 == found:
-        return 1, n_ranks
-    if n_tensor > 1 and not has_model:
-        raise ModelError(
-            f"sizes alone do not say what of a model is cut over {n_tensor} tensor-parallel ranks",
-            where=where,
-            fix="give a script in place of --params",
-        )
-    overrides["tensor_parallel.autotp_size"] = n_tensor
-    overrides["tensor_parallel.tp.tp_size"] = n_tensor
-    return n_tensor, n_ranks // n_tensor
-
-
 def _activations_of(option: Option, traced: Traced, *, is_host: bool) -> Activations:
     """What is on its way is counted as if nothing were recomputed: a layer has it in either run. Holes in the heap are
     the same part of what is alive."""
@@ -287,42 +220,6 @@ def _activations_of(option: Option, traced: Traced, *, is_host: bool) -> Activat
         whole = max(traced.alive.forward, traced.alive.backward, 1)
         holes = alive * max(traced.alive.heap - whole, 0) // whole
     return Activations(forward, backward, option.host_peak, option.nvme_peak, passing, holes)
-
-
-def pipeline_sizes(module: PipelineModule, section: Pipeline, n: int) -> PipelineSizes:
-    """A rank's part of a batch of ``n`` micro-batches. The engine of ``module`` would find the same schedule."""
-    is_v = traits_of(module.schedule, "PipelineModule").is_v
-    costs = [Cost()] * len(module.rank_of)
-    name = fitting(section.schedule or module.schedule, module.num_stages, n, costs, None, is_v=is_v)
-    table = make_table(name, module.num_stages, module.virtual_stages, n, "pipeline.schedule")
-    layers: dict[int, tuple[str, ...]] = {}
-    for stage in module.stages:
-        specs = enumerate(module.specs[module.parts[stage] : module.parts[stage + 1]], module.parts[stage])
-        names = [f"tied_modules.{spec.key}" if isinstance(spec, TiedLayerSpec) else str(i) for i, spec in specs]
-        layers[stage] = tuple(name for name in names if _has_weights(module, name))
-    return PipelineSizes(tuple(table.actions(module.stage_id)), layers, len(module.rank_of), module.num_stages, n)
-
-
-def _has_weights(module: PipelineModule, name: str) -> bool:
-    """Whether there is a layer of this name with parameters. Functions are layers, too."""
-    layer = dict(module.named_modules()).get(name)
-    return layer is not None and any(True for _ in layer.parameters())
-
-
-def _sizes_of(
-    model: torch.nn.Module, base: torch.optim.Optimizer | None, precision: Precision, is_sharded: bool
-) -> ModelSizes:
-    groups = [] if base is None else [group["params"] for group in base.param_groups]
-    autocasts = precision.autocast_dtype is not None
-    found = sizes_of(model, groups, lambda name, p: precision.dtypes_of(name, p).comm if autocasts else None)
-    if not is_sharded:
-        return found
-    # Under zero.Init parameters are made in the dtype of the configuration.
-    params = tuple(
-        p._replace(dtype=precision.dtype) if precision.dtype is not None and p.dtype.is_floating_point else p
-        for p in found.params
-    )
-    return found._replace(params=params, is_sharded=True)
 
 
 def _row(
@@ -349,12 +246,7 @@ def _row(
     try:
         read = read_config(source, overrides={**overrides, **choice})
         config = read.resolve(world_size=n_ranks, batch="skip")
-        optimizer = None
-        if base is not None:
-            # Raises an error for an impossible offload.
-            place(config.zero, base, torch.device(device_type), forces_own=config.forces_own_optimizer)
-            is_cut = STAGES[stage].optimizer and n_ranks > 1
-            optimizer = group_sizes(base, is_sharded=is_cut, allow_untested=config.zero_allow_untested_optimizer)
+        optimizer = optimizer_sizes(base, config, n_ranks, device_type)
         plan = plan_memory(
             sizes,
             config,
@@ -369,23 +261,16 @@ def _row(
     return Row(stage, offload, plan)
 
 
-def _count(n: int) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if n >= size:
-            return f"{n / size:.4g}{unit}"
-    return str(n)
-
-
 def as_text(table: Table) -> str:
     """The table with the chosen row marked, and the parts of that row's peak."""
     sizes = table.sizes
     frozen = sizes.numel - sizes.n_trained
-    trained = f"{_count(sizes.n_trained)} trained, {_count(frozen)} frozen" if frozen else "all trained"
+    trained = f"{count_in_words(sizes.n_trained)} trained, {count_in_words(frozen)} frozen" if frozen else "all trained"
     peaks = [row.plan.peak.nbytes for row in table.rows if row.plan is not None]
     unit, scale = ("GiB", 2**30) if max(peaks, default=0) >= 2**30 else ("MiB", 2**20)
     tensor = f" x {table.n_tensor} that hold the model together" if table.n_tensor > 1 else ""
     what = (
-        f"{_count(sizes.numel)} parameters in {len(sizes.params)} tensors ({trained}), {table.n_ranks} ranks{tensor}, {table.precision},"
+        f"{count_in_words(sizes.numel)} parameters in {len(sizes.params)} tensors ({trained}), {table.n_ranks} ranks{tensor}, {table.precision},"
         f" {table.optimizer or 'evaluation only'}, device {table.device_type}"
     )
     if table.activations.backward:
@@ -444,7 +329,7 @@ def _peak_lines(table: Table, unit: str, scale: int) -> list[str]:
     piece = "gather unit" if plan.window_elems else "bucket"
     lines.append(
         f"largest {piece}: {plan.largest_unit}, {plan.largest_unit_bytes / scale:.2f} {unit}; {plan.n_buckets} buckets of gradients"
-        + (f"; at most {_count(plan.window_elems)} elements are gathered at once" if plan.window_elems else "")
+        + (f"; at most {count_in_words(plan.window_elems)} elements are gathered at once" if plan.window_elems else "")
     )
     return lines
 

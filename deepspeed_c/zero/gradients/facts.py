@@ -77,6 +77,11 @@ class FactsExchange:
         self._is_first_twin = mesh.tensors.rank == 0
         self._is_exact = sums.summing.is_in_tree
 
+    def sizes(self, n_flags: int) -> tuple[int, int]:
+        """(numbers that are summed over the ranks with the same layers, numbers that are summed over the stages)."""
+        more = 2 * N_LIMBS if self._is_exact else self._drift.n_numbers
+        return _N_NUMBERS + n_flags + more, _N_NUMBERS + 1
+
     def sum_over_stage(
         self, notes: WindowNotes, flags: Sequence[float], hash_of_inputs: Callable[[], int]
     ) -> StageFacts:

@@ -329,6 +329,11 @@ class GradientReducer:
         self.late.plan(found.flags)
         return self.facts
 
+    @property
+    def sizes_of_facts(self) -> tuple[int, int]:
+        """``FactsExchange.sizes`` of what ``finish`` exchanges."""
+        return self._exchange.sizes(len(self.late.flags()))
+
     def _reduce_late(self, flags: Sequence[float]) -> bool:
         """Reduces gradients that came after the reduction of their bucket. Returns whether any rank had such gradients.
 
