@@ -22,7 +22,7 @@ SOURCES = {".c", ".h", ".inc", ".cpp", ".cu", ".cuh"}
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "include": ("dsc/status.h", "dsc/types.h"), "base": ("base/", "dsc/"), "cpu": ("cpu/", "base/", "dsc/"),
     "zero": ("zero/", "base/", "dsc/"), "recompute": ("recompute/", "base/", "dsc/"), "compile": ("base/", "dsc/"),
-    "tp": ("tp/", "cpu/", "base/", "dsc/"), "pipe": ("pipe/", "base/", "dsc/"),
+    "tp": ("tp/", "cpu/", "base/", "dsc/"), "pipe": ("pipe/", "base/", "dsc/"), "plan": ("plan/", "base/", "dsc/"),
     "seq": ("seq/", "cpu/", "base/", "dsc/"), "scale": ("scale/", "base/", "dsc/"), "data": ("data/", "base/", "dsc/"),
     "quant": ("quant/", "cpu/", "base/", "dsc/"), "optim": ("optim/", "quant/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"), "infer": ("infer/", "nn/", "cpu/", "base/", "dsc/"), "moe": ("nn/", "cpu/", "base/", "dsc/"),

@@ -21,6 +21,7 @@
 #include "dsc/nn.h"
 #include "dsc/optim.h"
 #include "dsc/pipe.h"
+#include "dsc/plan.h"
 #include "dsc/pool.h"
 #include "dsc/process.h"
 #include "dsc/quant.h"
