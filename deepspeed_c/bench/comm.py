@@ -20,7 +20,7 @@ import msgspec
 
 from deepspeed_c.errors import CommError
 
-__all__ = ["CONTENDERS", "OPS", "BenchedCall", "CommBench", "run"]
+__all__ = ["CONTENDERS", "OPS", "BenchedCall", "CommBench", "run", "run_ranks"]
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 CONTENDERS = {
@@ -65,18 +65,26 @@ def run(bench: CommBench) -> tuple[list[BenchedCall], dict[str, str]]:
     """
     with tempfile.TemporaryDirectory(prefix="dsc_bench_") as folder:
         told = msgspec.json.encode(bench).decode()
-        ranks = [_start(rank, bench.n_ranks, folder, told) for rank in range(bench.n_ranks)]
-        try:
-            _wait(ranks)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        run_ranks(bench.n_ranks, "deepspeed_c.bench.comm_rank", (folder, told), "deepspeed_c bench comm")
         found = json.loads(Path(folder, "result").read_text())
     return [msgspec.convert(row, BenchedCall) for row in found["rows"]], found["absent"]
 
 
-def _start(rank: int, n_ranks: int, folder: str, told: str) -> subprocess.Popen:
+def run_ranks(n_ranks: int, module: str, words: Sequence[str], where: str, n_threads: int = 1) -> None:
+    """Runs a module as the ranks of this host, each with ``words``, and waits until all have ended.
+
+    n_threads: of torch, in each rank. Raises CommError, with the place ``where``, if a rank fails.
+    """
+    ranks = [_start(rank, n_ranks, module, words, n_threads) for rank in range(n_ranks)]
+    try:
+        _wait(ranks, where)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _start(rank: int, n_ranks: int, module: str, words: Sequence[str], n_threads: int) -> subprocess.Popen:
     env = {
         # Ranks of one host meet over its loopback, not over its other addresses.
         "GLOO_SOCKET_IFNAME": "lo",
@@ -85,12 +93,12 @@ def _start(rank: int, n_ranks: int, folder: str, told: str) -> subprocess.Popen:
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(n_ranks),
         "LOCAL_WORLD_SIZE": str(n_ranks),
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(n_threads),
     }
-    return subprocess.Popen([sys.executable, "-m", "deepspeed_c.bench.comm_rank", folder, told], env=env)
+    return subprocess.Popen([sys.executable, "-m", module, *words], env=env)
 
 
-def _wait(ranks: Sequence[subprocess.Popen]) -> None:
+def _wait(ranks: Sequence[subprocess.Popen], where: str) -> None:
     """Until all have ended; a failure of one is a failure of all, soon."""
     until = float("inf")
     # A list, so that poll is called for every rank.
@@ -102,6 +110,6 @@ def _wait(ranks: Sequence[subprocess.Popen]) -> None:
     if failed:
         raise CommError(
             f"rank {failed[0]} ended with exit code {ranks[failed[0]].returncode}",
-            where="deepspeed_c bench comm",
+            where=where,
             fix="its output above says why",
         )
