@@ -24,4 +24,5 @@ _MODULES = {
 def __getattr__(name: str) -> ModuleType:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    module = globals()[name] = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    return module

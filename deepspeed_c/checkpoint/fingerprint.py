@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,24 @@ class TensorPrint(NamedTuple):
     crc: int
 
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)} {self.crc:08x}"
+        return f"{_type_of(self.dtype, self.shape)} {self.crc:08x}"
+
+    @property
+    def is_unmade(self) -> bool:
+        """Whether it is an optimizer state of zeros. One that the optimizer has not made yet is no other: places of
+        states differ in when they make them."""
+        return self.kind != PARAM and self.crc == _crc_of_zeros(math.prod(self.shape) * self.dtype.itemsize)
+
+
+# A model has few shapes, and a fingerprint is taken again and again.
+@lru_cache(maxsize=4096)
+def _type_of(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+
+
+@lru_cache(maxsize=4096)
+def _crc_of_zeros(n_bytes: int) -> int:
+    return _C.crc32c_of_parts(0, n_bytes)
 
 
 class Fingerprint:
@@ -42,7 +60,8 @@ class Fingerprint:
 
     def __init__(self, tensors: Iterable[TensorPrint]) -> None:
         """tensors: a weight that has a master is left out in favour of the master, since rounding the master gives the
-        weight, and buffers are left out, since ranks may differ in them."""
+        weight, and buffers are left out, since ranks may differ in them. So are states that are zero in every element:
+        before the first step that is applied some places of states hold zeros, and others hold nothing."""
         tensors = list(tensors)
         mastered = {tensor.name for tensor in tensors if tensor.kind == MASTER}
         self.tensors: dict[tuple[str, str], TensorPrint] = {}
@@ -51,7 +70,8 @@ class Fingerprint:
             if tensor.kind == BUFFER or (tensor.kind == PARAM and tensor.name in mastered):
                 continue
             of_weight = tensor._replace(kind=PARAM) if tensor.kind == MASTER else tensor
-            self.tensors[of_weight.kind, of_weight.name] = of_weight
+            if not of_weight.is_unmade:
+                self.tensors[of_weight.kind, of_weight.name] = of_weight
 
     @property
     def number(self) -> int:

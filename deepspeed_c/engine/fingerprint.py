@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +18,9 @@ from deepspeed_c.errors import DeepSpeedCError, RankMismatchError, StateError
 
 __all__ = ["RankPrints"]
 
-# Bytes that one pass of the threads goes over: so many that the threads' start and end do not count, and few enough for
-# copies of elements that lie apart.
-BATCH_BYTES = 256 << 20
+# Bytes of copies that wait for a pass of the threads, at most by one piece more: so many that the threads' start and end
+# do not count.
+COPIED_BYTES = 256 << 20
 
 # What a rank says of its pieces beside their checksums.
 _AS_BEFORE, _OTHERS, _FAILED = range(3)
@@ -41,8 +41,8 @@ class _PieceKey(NamedTuple):
 
 class _HeldPlace(NamedTuple):
     piece: _PieceKey
-    whole: _PieceKey
-    """``piece`` with no part: its tensor."""
+    whole: int
+    """Index of its tensor in the tensors of ``RankPrints``."""
     holders: list[tuple[int, int]]
     """(rank, index in what the rank holds)"""
 
@@ -57,8 +57,9 @@ class RankPrints:
     def __init__(self, comm: Collectives, stage: int = 0) -> None:
         """stage: this rank's stage of a pipeline."""
         self._comm, self._stage = comm, stage
-        self._held: list[tuple[_PieceKey, ...]] = []  # by rank; empty before the first exchange
+        self._held: list[list[_PieceKey]] = []  # by rank; empty before the first exchange
         self._places: list[_HeldPlace] = []
+        self._wholes: list[_PieceKey] = []  # the tensors of the places, with no part
 
     def of(self, pieces: Iterable[OwnedPiece], order: Iterable[str]) -> Fingerprint:
         """The fingerprint, the same on every rank. Collective.
@@ -67,54 +68,50 @@ class RankPrints:
         elements with different bytes (it names the first such tensor, and the ranks), and StateError if a rank cannot
         read a piece or if the pieces do not make up whole tensors.
         """
-        mine: dict[_PieceKey, int] = {}
+        held: list[_PieceKey] = []
+        mine: list[int] = []
         error: DeepSpeedCError | None = None
         try:
-            mine = self._crcs_of(pieces)
+            held, mine = self._crcs_of(pieces)
         except DeepSpeedCError as raised:
             error = raised
-        of_ranks = self._exchange(mine, error, order)
-        sums: dict[_PieceKey, int] = {}
+        of_ranks = self._exchange(held, mine, error, order)
+        sums = [0] * len(self._wholes)
         for place, whole, holders in self._places:
-            crcs = [of_ranks[rank][i] for rank, i in holders]
-            if crcs.count(crcs[0]) != len(crcs):
+            rank, i = holders[0]
+            crc = of_ranks[rank][i]
+            if len(holders) > 1 and any(of_ranks[rank][i] != crc for rank, i in holders):
                 raise _copies_differ(place, {rank: of_ranks[rank][i] for rank, i in holders}, self._comm)
-            sums[whole] = sums.get(whole, 0) ^ crcs[0]
+            sums[whole] ^= crc
         return Fingerprint(
-            TensorPrint(
-                whole.kind,
-                whole.name,
-                whole.dtype,
-                whole.shape,
-                _C.crc32c_of_parts(crc, math.prod(whole.shape) * whole.dtype.itemsize),
-            )
-            for whole, crc in self._of_all_stages(sums).items()
+            TensorPrint(kind, name, dtype, shape, _C.crc32c_of_parts(crc, math.prod(shape) * dtype.itemsize))
+            for (kind, name, dtype, shape, _, _), crc in self._of_all_stages(sums)
         )
 
     def _exchange(
-        self, mine: Mapping[_PieceKey, int], error: DeepSpeedCError | None, order: Iterable[str]
+        self, held: list[_PieceKey], mine: list[int], error: DeepSpeedCError | None, order: Iterable[str]
     ) -> list[list[int]]:
         """The CRCs of each rank, in the order of its ``_held``. Raises an error of a rank on all of them."""
         comm = self._comm
         while True:
             if self._held:
-                said = _FAILED if error else _AS_BEFORE if tuple(mine) == self._held[comm.rank] else _OTHERS
+                said = _FAILED if error else _AS_BEFORE if held == self._held[comm.rank] else _OTHERS
                 width = 1 + max(map(len, self._held))
-                row = [said, *mine.values()] if said == _AS_BEFORE else [said]
+                row = [said, *mine] if said == _AS_BEFORE else [said]
                 table = [0.0] * (width * comm.world_size)  # a CRC is exact in f64, and so is its sum with zeros
                 table[comm.rank * width : comm.rank * width + len(row)] = map(float, row)
                 table = comm.sum_numbers(table, label="fingerprint")
                 rows = [table[rank * width : (rank + 1) * width] for rank in range(comm.world_size)]
                 if all(each[0] == _AS_BEFORE for each in rows):
                     return [list(map(int, each[1:])) for each in rows]
-            gathered = comm.gather_objects((tuple(mine), error), label="fingerprint: pieces")
+            gathered = comm.gather_objects((held, error), label="fingerprint: pieces")
             for rank, (_, hindrance) in enumerate(gathered):
                 if hindrance is not None:
                     where = f"rank {comm.global_ranks[rank]}: {hindrance.where}"
                     raise StateError(hindrance.what, where=where, fix=hindrance.fix)
-            self._keep([held for held, _ in gathered], order)
+            self._keep([of_rank for of_rank, _ in gathered], order)
 
-    def _keep(self, held: list[tuple[_PieceKey, ...]], order: Iterable[str]) -> None:
+    def _keep(self, held: list[list[_PieceKey]], order: Iterable[str]) -> None:
         """Keeps what each rank holds. Raises StateError if the pieces do not make up whole tensors."""
         place_of_name = {name: i for i, name in enumerate(order)}
         holders: dict[_PieceKey, list[tuple[int, int]]] = {}
@@ -122,9 +119,8 @@ class RankPrints:
         for rank, of_rank in enumerate(held):
             for i, piece in enumerate(of_rank):
                 holders.setdefault(piece, []).append((rank, i))
-        places = [_HeldPlace(piece, piece._replace(part=()), of_piece) for piece, of_piece in holders.items()]
-        for place in places:
-            n_held[place.whole] += place.piece.part[-1]
+        for piece in holders:
+            n_held[piece._replace(part=())] += piece.part[-1]
         for whole, n_elems in n_held.items():
             if n_elems != math.prod(whole.shape):
                 raise StateError(
@@ -133,55 +129,78 @@ class RankPrints:
                     fix="call it on all ranks of the engine, after the same steps",
                 )
 
-        def by_order(place: _HeldPlace) -> tuple[int, str, str, int, tuple[int, ...]]:
-            piece = place.piece
+        def by_order(piece: _PieceKey) -> tuple[int, str, str, int, tuple[int, ...]]:
             return place_of_name.get(piece.name, len(place_of_name)), piece.name, piece.kind, piece.stage, piece.part
 
-        self._held, self._places = held, sorted(places, key=by_order)
+        wholes: dict[_PieceKey, int] = {}
+        self._places = [
+            _HeldPlace(piece, wholes.setdefault(piece._replace(part=()), len(wholes)), holders[piece])
+            for piece in sorted(holders, key=by_order)
+        ]
+        self._held, self._wholes = held, list(wholes)
 
-    def _of_all_stages(self, sums: Mapping[_PieceKey, int]) -> dict[_PieceKey, int]:
-        """``sums`` without the stage. Raises RankMismatchError if stages that share a tensor differ in it."""
+    def _of_all_stages(self, sums: Sequence[int]) -> Iterable[tuple[_PieceKey, int]]:
+        """The tensors, each once, and their sums. Raises RankMismatchError if stages that share a tensor differ in
+        it."""
+        if all(whole.stage == 0 for whole in self._wholes):
+            return zip(self._wholes, sums, strict=True)
         found: dict[_PieceKey, int] = {}
-        for whole, crc in sums.items():
+        for whole, crc in zip(self._wholes, sums, strict=True):
             tensor = whole._replace(stage=0)
             if found.setdefault(tensor, crc) != crc:
                 of_each = ", ".join(
-                    f"stage {each.stage} (rank {', '.join(map(str, self._ranks_of(each)))}) {its:08x}"
-                    for each, its in sums.items()
+                    f"stage {each.stage} (rank {', '.join(map(str, self._ranks_of(i)))}) {sums[i]:08x}"
+                    for i, each in enumerate(self._wholes)
                     if each._replace(stage=0) == tensor
                 )
                 raise _mismatch(f"{whole.kind} of {whole.name}: pipeline stages that share it differ: {of_each}")
-        return found
+        return found.items()
 
-    def _ranks_of(self, whole: _PieceKey) -> list[int]:
+    def _ranks_of(self, whole: int) -> list[int]:
         """The ranks that hold a piece of the tensor, as ranks of the whole run."""
         ranks = {rank for place in self._places if place.whole == whole for rank, _ in place.holders}
         return [self._comm.global_ranks[rank] for rank in sorted(ranks)]
 
-    def _crcs_of(self, pieces: Iterable[OwnedPiece]) -> dict[_PieceKey, int]:
-        """Each piece's contribution to the CRC of its tensor."""
-        crcs: dict[_PieceKey, int] = {}
-        batch: list[tuple[_PieceKey, tuple[int, ...], torch.Tensor]] = []
-        n_bytes = 0
+    def _crcs_of(self, pieces: Iterable[OwnedPiece]) -> tuple[list[_PieceKey], list[int]]:
+        """The places of the pieces, and each piece's contribution to the CRC of its tensor."""
+        held: list[_PieceKey] = []
+        crcs: list[int] = []
+        batch: list[_Part] = []
+        n_copied = 0
         for piece in pieces:
             place = _place_of(piece, self._stage)
-            crcs[place] = 0
+            held.append(place)
+            crcs.append(0)
+            data = piece.data
+            is_deferred = not isinstance(data, torch.Tensor)
             for part, host in _host_parts(piece, place):
-                batch.append((place, part, host))
-                n_bytes += host.nbytes
+                batch.append(_Part(len(crcs) - 1, place, part, host))
+                # Elements of a box may have been copied before. Views of states and weights cost no memory.
+                if is_deferred or piece.box is not None or host.data_ptr() != data.data_ptr():
+                    n_copied += host.nbytes
                 # A deferred piece is in memory only until the next one is read.
-                if n_bytes >= BATCH_BYTES or not isinstance(piece.data, torch.Tensor):
+                if n_copied >= COPIED_BYTES or is_deferred:
                     _add_crcs(batch, crcs)
-                    n_bytes = 0
+                    n_copied = 0
         _add_crcs(batch, crcs)
-        return crcs
+        return held, crcs
 
 
-def _add_crcs(batch: list[tuple[_PieceKey, tuple[int, ...], torch.Tensor]], crcs: dict[_PieceKey, int]) -> None:
+class _Part(NamedTuple):
+    index: int
+    """Of its piece, in the pieces of the rank."""
+    place: _PieceKey
+    part: tuple[int, ...]
+    host: torch.Tensor
+
+
+def _add_crcs(batch: list[_Part], crcs: list[int]) -> None:
     """Adds the parts of ``batch`` to ``crcs``, and empties it."""
-    sums = _C.crc32c_parts([(place.shape, part, place.dtype.itemsize, _bytes_of(host)) for place, part, host in batch])
-    for (place, _, _), crc in zip(batch, sums, strict=True):
-        crcs[place] ^= crc
+    sums = _C.crc32c_parts(
+        [(place.shape, part, place.dtype.itemsize, _bytes_of(host)) for _, place, part, host in batch]
+    )
+    for each, crc in zip(batch, sums, strict=True):
+        crcs[each.index] ^= crc
     batch.clear()
 
 

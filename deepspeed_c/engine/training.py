@@ -499,7 +499,9 @@ class TrainingHost(Reductions, ModelHost):
         stage, every place of states and every number of ranks, and equal to the fingerprint of a checkpoint that is
         saved now (``deepspeed_c checkpoint verify A --like B``). Collective.
 
-        A weight that has an fp32 master counts as its master. Padding, buffers and counts of steps do not count.
+        A weight that has an fp32 master counts as its master. Padding, buffers and counts of steps do not count, and
+        neither do states that are zero in every element: some places hold such states before the first step that is
+        applied, and others hold none.
 
         Raises RankMismatchError on all ranks alike if copies that ranks hold of the same elements (of 16-bit weights,
         too) differ in a bit. It names the tensor and the rank; the rank in the minority, if there is one.

@@ -4,6 +4,7 @@
 
 #include "dsc/dsc.h"
 #include "dsc_torch.h"
+#include "pool_par.h"
 #include "status.h"
 
 #include <cstdint>
@@ -104,12 +105,6 @@ class Checker {
     std::vector<int64_t> n_elems_;
     std::vector<bool> is_contiguous_;
 };
-
-/*
- * The parallel-for of the process's pool (dsc/pool.h). Operators run without the GIL. Fails as the callback of
- * on_unsized_pool does.
- */
-struct dsc_par pool_par();
 
 /*
  * Runs a checked call on the device of its tensors. On the host it calls host(par) with the pool's parallel-for. On an

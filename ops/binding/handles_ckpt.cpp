@@ -6,8 +6,8 @@
 
 #include "dsc/aio.h"
 #include "dsc/ckpt.h"
-#include "dsc/pool.h"
 #include "path.h"
+#include "pool_par.h"
 #include "status.h"
 
 #include <pybind11/stl.h>
@@ -122,7 +122,6 @@ std::vector<uint32_t> crc32c_parts(
     std::deque<Bytes> buffers;
     std::vector<struct dsc_crc32c_part> pieces;
     std::vector<uint32_t> sums;
-    struct dsc_par par;
 
     pieces.reserve(parts.size());
     for (const auto &[shape, part, elem_bytes, buffer] : parts) {
@@ -139,9 +138,9 @@ std::vector<uint32_t> crc32c_parts(
         pieces.push_back(
             {shape.data(), part.data(), bytes.data(), elem_bytes, 0, static_cast<int32_t>(shape.size()), 0});
     }
-    dsc_status status = dsc_pool_par(&par);
 
-    dsc::check(status, op);
+    const struct dsc_par par = dsc::pool_par(); /* before the GIL is released: at the first pass it asks Python */
+    dsc_status status;
     {
         const py::gil_scoped_release release;
 

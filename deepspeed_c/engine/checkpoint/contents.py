@@ -231,9 +231,10 @@ def _held_of_slot(unit: Unit, slot: Slot, optimizer: ZeroOptimizer | None, readi
         yield from _cut_pieces(PARAM, slot.name, slot.shape, 0, torch.empty(0, dtype=unit.dtype), slot.cut)
     if optimizer is None or fragment is None:
         return
-    for kind, data in _states(unit, fragment, optimizer, reading):
+    kinds, counts = optimizer.pieces.kinds(slot)
+    for kind, data in _states(unit, fragment, kinds, optimizer, reading):
         yield from _cut_pieces(kind, slot.name, slot.shape, fragment.begin, data, slot.cut)
-    for key, value in _whole_counts(unit, slot, optimizer):
+    for key, value in _whole_counts(unit, slot, counts):
         yield files.save.OwnedPiece(key, slot.name, tuple(value.shape), 0, value.reshape(-1))
 
 
@@ -330,12 +331,13 @@ def _add_states(
     fragment = unit.fragment_of.get(slot)
     if fragment is None:
         return
-    for kind, data in _states(unit, fragment, optimizer, reading):
+    kinds, counts = optimizer.pieces.kinds(slot)
+    for kind, data in _states(unit, fragment, kinds, optimizer, reading):
         if _is_alike(unit, slot) and isinstance(data, torch.Tensor):
             copies.append(_Whole(kind, slot.name, data.view(slot.shape)))
         elif _writes(unit, slot):
             pieces += _cut_pieces(kind, slot.name, slot.shape, fragment.begin, data, slot.cut)
-    for key, value in _whole_counts(unit, slot, optimizer):
+    for key, value in _whole_counts(unit, slot, counts):
         if _is_alike(unit, slot):
             copies.append(_Whole(key, slot.name, value))
         elif _writes(unit, slot):
@@ -343,12 +345,11 @@ def _add_states(
 
 
 def _states(
-    unit: Unit, fragment: Fragment, optimizer: ZeroOptimizer, reading: Reading
+    unit: Unit, fragment: Fragment, kinds: Mapping[str, torch.dtype], optimizer: ZeroOptimizer, reading: Reading
 ) -> Iterator[tuple[str, torch.Tensor | Deferred]]:
     """(kind, a fragment's elements, flat) of the masters, where the parameter is not its own master, and of each state
-    of the optimizer. Elements that are no view of the state's own memory are read through ``reading``."""
+    of the optimizer. kinds: as ``Pieces.kinds`` returns them. Elements that are no view of the state's own memory are read through ``reading``."""
     slot = fragment.slot
-    kinds, _ = optimizer.pieces.kinds(slot)
     for key in kinds:
         if key in (PARAM, MASTER, BUFFER):
             raise CheckpointError(
@@ -373,9 +374,9 @@ def _states(
             )
 
 
-def _whole_counts(unit: Unit, slot: Slot, optimizer: ZeroOptimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole_counts(unit: Unit, slot: Slot, counts: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """States whose shape differs from the parameter's (Adafactor's rows and columns), where the parameter is whole."""
-    for key, value in optimizer.pieces.kinds(slot)[1].items():
+    for key, value in counts.items():
         if torch.is_tensor(value) and value.numel() != 1 and not unit.is_cut and slot.cut is None:
             yield key, value
 

@@ -78,3 +78,18 @@ def test_a_master_stands_for_its_weight_and_buffers_do_not_count():
         changed = Fingerprint([master, other._replace(**change)])
         assert changed.number != expected.number, change
         assert "param of b: " in expected.first_difference(changed)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (5, 3)])
+def test_a_state_of_zeros_is_one_that_has_not_been_made(shape):
+    def printed(kind: str, tensor: torch.Tensor) -> TensorPrint:
+        return TensorPrint(kind, "w", tensor.dtype, tuple(tensor.shape), crc32c(bytes_of(tensor)))
+
+    weight, moment = printed(PARAM, torch.zeros(shape)), torch.zeros(shape)
+    alone = Fingerprint([weight])
+    assert set(alone.tensors) == {(PARAM, "w")}  # a weight of zeros is a weight
+    assert Fingerprint([weight, printed("exp_avg", moment)]).first_difference(alone) == ""
+    for other in (1.0, -0.0, 1e-45) if moment.numel() else ():
+        moment.view(-1)[-1] = other
+        made = Fingerprint([weight, printed("exp_avg", moment)])
+        assert made.number != alone.number and "missing" in made.first_difference(alone), other

@@ -179,6 +179,44 @@ def test_training_ends_on_all_ranks_when_a_copy_differs():
         assert "no copy has a majority: rank 0 " in error and "rank 1 " in error
 
 
+def before_the_first_update(rank: int, world: int, folder: str) -> dict[tuple[str, str], dict[tuple[str, int], int]]:
+    """(dtype, moment) -> (place of the states, stage) -> fingerprint."""
+    places = {
+        "memory": {},
+        "cpu": {"offload_optimizer": {"device": "cpu"}},
+        "nvme": {"offload_optimizer": {"device": "nvme", "nvme_path": f"{folder}/states"}},
+    }
+    # A scale at which the gradients of fp16 overflow, and no step but the first.
+    sections = {"fp32": {}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 60, "hysteresis": 1}}}
+    found: dict[tuple[str, str], dict[tuple[str, int], int]] = {}
+    for dtype, section in sections.items():
+        for place, zero in places.items():
+            for stage in STAGES:
+                if stage == 0 and zero:  # stage 0 shards nothing that could be offloaded
+                    continue
+                with make(stage, "fp32", zero=zero, **section) as engine:
+                    number = engine.fingerprint()
+                    found.setdefault((dtype, "new"), {})[place, stage] = number
+                    assert {kind for kind, _ in engine.tensor_fingerprints()} == {"param"}
+                    engine.save_checkpoint(folder, tag=f"{dtype}{place}{stage}")
+                    with open_checkpoint(folder, f"{dtype}{place}{stage}") as source:
+                        assert fingerprint_of_source(source).number == number, (dtype, place, stage)
+                    train(engine)
+                    assert engine.skipped_steps == (1 if dtype == "fp16" else 0)
+                    found.setdefault((dtype, "stepped"), {})[place, stage] = engine.fingerprint()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_count_from_the_first_update_on(world, tmp_path):
+    for found in run_ranks(world, before_the_first_update, str(tmp_path)):
+        for moment, numbers in found.items():
+            assert len({f"{number:016x}" for number in numbers.values()}) == 1, (moment, numbers)
+        one = {moment: numbers["memory", 0] for moment, numbers in found.items()}
+        assert one["fp16", "stepped"] == one["fp16", "new"], one
+        assert one["fp32", "stepped"] != one["fp32", "new"], one
+
+
 def piece_of(whole: torch.Tensor, box: Box | None, begin: int, end: int) -> OwnedPiece:
     part = whole if box is None else whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
     return OwnedPiece("param", "w", tuple(whole.shape), begin, part.reshape(-1)[begin:end], box)

@@ -104,6 +104,17 @@ def test_bad_size_is_an_error_of_the_first_operator(automatic, monkeypatch, name
     assert (tensor == 2).all()
 
 
+def test_checksums_of_parts_size_the_pool(automatic, monkeypatch):
+    monkeypatch.setenv("DSC_NUM_THREADS", "3")
+    data = torch.arange(1_400_003, dtype=torch.int32).view(torch.uint8).numpy()  # 11 chunks
+    (crc,) = _C.crc32c_parts([((data.size,), (0, data.size, 0, data.size), 1, data)])
+    assert (_C.pool_n_workers(), _C.crc32c_of_parts(crc, data.size)) == (2, _C.crc32c(data))
+    _C.pool_resize(0)
+    monkeypatch.setenv("DSC_NUM_THREADS", "many")
+    with pytest.raises(ValueError, match="DSC_NUM_THREADS: is 'many"):
+        _C.crc32c_parts([((1,), (0, 1, 0, 1), 1, b"1")])
+
+
 @pytest.mark.parametrize("n_threads", [-1, 513])
 def test_size_out_of_range(automatic, n_threads):
     with pytest.raises(ValueError, match=f"{n_threads} threads"):
