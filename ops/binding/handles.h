@@ -23,6 +23,7 @@ void bind_tp(pybind11::module_ &m);
 void bind_seq(pybind11::module_ &m);
 void bind_tier(pybind11::module_ &m);
 void bind_pipe(pybind11::module_ &m);
+void bind_plan(pybind11::module_ &m);
 void bind_recompute(pybind11::module_ &m);
 void bind_compile(pybind11::module_ &m);
 void bind_fetch(pybind11::module_ &m);

@@ -13,6 +13,7 @@ PYBIND11_MODULE(_C, m)
     dsc::bind_seq(m);
     dsc::bind_tier(m);
     dsc::bind_pipe(m);
+    dsc::bind_plan(m);
     dsc::bind_recompute(m);
     dsc::bind_compile(m);
     dsc::bind_fetch(m);
