@@ -13,7 +13,7 @@ import torch
 from deepspeed_c.command_line import command_parser
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.pipe import PipelineModule
-from deepspeed_c.plan import pipeline
+from deepspeed_c.plan import pipeline, simulate_cli
 from deepspeed_c.plan.activations import ForwardShape
 from deepspeed_c.plan.generation import GenerationShape
 from deepspeed_c.plan.inference import plan_inference
@@ -24,7 +24,6 @@ from deepspeed_c.plan.script import find_model
 from deepspeed_c.plan.sizes import guess_layers, stack_of
 from deepspeed_c.plan.table import as_json, as_text, plan_table
 from deepspeed_c.plan.tiers import Budgets, Rates
-from deepspeed_c.plan.timeline import Option
 from deepspeed_c.quantity import parse_bytes, parse_count
 from deepspeed_c.script import script_index
 
@@ -43,6 +42,7 @@ Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without 
   deepspeed_c plan --batch 8 --seq 4096 train.py                            with its activations, for each way to keep them
   deepspeed_c plan --generate 8x512x128 train.py                            with generation between steps: 8 prompts of 512 tokens, 128 new ones
   deepspeed_c plan --config ds_config.json --ranks 64 --params 7e9          a stack of equal layers of that many parameters
+  deepspeed_c plan --simulate --machine h100 --hosts 128 --config ds_config.json train.py   the time of a step on 1,024 ranks
   deepspeed_c plan --inference MODEL_DIR --tp 2 --batch 8 --seq 4096        what generation takes: weights, cache, workspace
 """
 
@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
     script, *arguments = [*argv[n_own:]] or [""]
     if options.inference is not None:
         return _plan_inference(options, parser, script)
+    if options.simulate:
+        return simulate_cli.run(options, script, arguments, _write_svg)
     if options.dtype is not None:
         raise ConfigError(
             "it is the dtype of weights for inference", where="--dtype", fix="give --inference MODEL_DIR, or --given"
@@ -115,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
         table = plan_table(options.config, n_ranks, sizes=sizes._replace(is_sharded=options.zero_init), **shared)
         table.notes.append(f"a stack of {n_layers} equal layers (--layers), given in {options.given} (--given)")
     if options.svg is not None:
-        _write_svg(options.svg, table.options)
+        _write_svg(options.svg, draw(table.options))
     print(json.dumps(as_json(table)) if options.json else as_text(table))
     return 0
 
@@ -197,10 +199,10 @@ def _number(word: str, where: str) -> int:
     return int(word)
 
 
-def _write_svg(path: str, options: Sequence[Option]) -> None:
+def _write_svg(path: str, picture: str) -> None:
     try:
         with open(path, "w", encoding="utf-8") as file:
-            file.write(draw(options))
+            file.write(picture)
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", where=f"--svg {path}", fix="name another") from error
 
@@ -330,4 +332,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", metavar="N", help="tokens of a prompt, among those of --seq (--inference)")
     parser.add_argument("--ways", metavar="N", help="samples of each of the --batch prompts (--inference); default 1")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    simulate_cli.add_options(parser)
     return parser

@@ -1,0 +1,155 @@
+"""A simulated training step of a script's model: what a rank computes, what it exchanges, and how long that takes on a
+cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from deepspeed_c.config import Config, read_config
+from deepspeed_c.errors import ConfigError, FeatureError
+from deepspeed_c.pipe import PipelineModule
+from deepspeed_c.plan.activations import ForwardShape
+from deepspeed_c.plan.computing import ModuleWork
+from deepspeed_c.plan.machine import Machine, operator_ns
+from deepspeed_c.plan.memory import record_step
+from deepspeed_c.plan.operators import ModelOperators, trace_operators
+from deepspeed_c.plan.prepared import Prepared, optimizer_sizes, prepare
+from deepspeed_c.plan.recorded import Recorder
+from deepspeed_c.plan.script import Found
+from deepspeed_c.plan.simulation import Cluster, SimulatedStep, simulate
+from deepspeed_c.plan.table import Table, plan_table
+from deepspeed_c.recompute.blocks import find_blocks
+
+__all__ = ["PlannedStep", "StepPlan", "plan_step", "prepare_step"]
+
+
+class StepPlan(NamedTuple):
+    """What a rank does in a step, before it is known how long it takes."""
+
+    prepared: Prepared
+    config: Config
+    batch: ForwardShape
+    operators: ModelOperators
+    notes: tuple[str, ...]
+
+    def record(self, machine: Machine) -> Recorder:
+        """The rank's program, with the times of its computations on a machine."""
+        forward, backward = (
+            {path: sum(operator_ns(machine, each) for each in found) for path, found in half.items()}
+            for half in (self.operators.forward, self.operators.backward)
+        )
+        section, again = self.config.activation_checkpointing, []
+        if section.layers is not None:
+            again = find_blocks(self.prepared.model, section.layers)
+        work = ModuleWork(forward, backward, 1e9 / machine.memory_bytes_per_s, 1e9 / machine.update_bytes_per_s, again)
+        n_ranks, prepared = self.prepared.n_ranks, self.prepared
+        sizes_of_states = optimizer_sizes(prepared.base, self.config, n_ranks, machine.device)
+        return record_step(prepared.sizes, self.config, n_ranks, sizes_of_states, work, device_type=machine.device)
+
+
+class PlannedStep(NamedTuple):
+    """A simulated step with the memory of its ranks."""
+
+    step: SimulatedStep
+    table: Table
+    cluster: Cluster
+    batch: ForwardShape
+    n_passes: int
+    """Micro-batches of a rank."""
+    notes: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of a rank's device; None if the configuration cannot be planned."""
+        plan = self.table.rows[self.table.chosen].plan
+        return None if plan is None else plan.peak.nbytes
+
+
+def _batch_of(found: Found, config: Config, n_tokens: int | None, sample: tuple[int, ...] | None) -> ForwardShape:
+    """What a rank's forward is given. Tokens that nobody names are as many as the model's own configuration allows.
+    Raises ConfigError if neither says it."""
+    if n_tokens is None and sample is None:
+        own = getattr(found.model, "config", None)
+        n_tokens = getattr(own, "max_position_embeddings", None)
+        if not isinstance(n_tokens, int):
+            raise ConfigError(
+                "neither the tokens nor the shape of a sample are known",
+                where="--simulate",
+                fix="give --seq N, or --sample 3x224x224",
+            )
+    return ForwardShape(config.train_micro_batch_size_per_gpu, n_tokens, sample)
+
+
+def prepare_step(
+    found: Found,
+    source: Any,
+    n_ranks: int,
+    device_type: str,
+    *,
+    n_tokens: int | None = None,
+    sample: tuple[int, ...] | None = None,
+) -> StepPlan:
+    """Traces the operators of the model's forward and backward. Raises the errors of ``plan_table`` and of
+    ``trace_operators``, and FeatureError for what is not simulated yet."""
+    if isinstance(found.model, PipelineModule):
+        raise _not_yet("a PipelineModule", "give a whole model; deepspeed_c plan without --simulate plans its memory")
+    prepared = prepare(
+        source,
+        n_ranks,
+        model=found.model,
+        optimizer=found.optimizer,
+        model_parameters=found.model_parameters,
+        is_sharded=found.is_sharded,
+    )
+    config = read_config(prepared.source, overrides=prepared.overrides).resolve(world_size=prepared.n_ranks)
+    if prepared.base is None:
+        raise _not_yet("an engine without an optimizer", "name an optimizer")
+    if prepared.n_tensor > 1:
+        raise _not_yet("tensor parallelism", "leave out tensor_parallel")
+    if config.expert_parallel.enabled:
+        raise _not_yet("expert parallelism", "leave out expert_parallel")
+    batch = _batch_of(found, config, n_tokens, sample)
+    operators = trace_operators(found.model, batch, prepared.precision, device_type)
+    notes = list(prepared.notes)
+    if n_tokens is None and sample is None:
+        notes.append(f"{batch.n_tokens} tokens a sample, as many as the model allows (--seq)")
+    if config.activation_checkpointing.budget is not None:
+        notes.append("activation_checkpointing.budget: all layers are counted as recomputed")
+    return StepPlan(prepared, config, batch, operators, tuple(notes))
+
+
+def _not_yet(what: str, fix: str) -> FeatureError:
+    return FeatureError(f"{what} is not simulated", where="deepspeed_c plan --simulate", fix=fix)
+
+
+def plan_step(
+    found: Found, source: Any, cluster: Cluster, *, n_tokens: int | None = None, sample: tuple[int, ...] | None = None
+) -> PlannedStep:
+    """A step of the model that a script passes to ``initialize``. Raises the errors of ``prepare_step``, and
+    ConfigError if the machine has no rate that the step needs."""
+    machine = cluster.machine
+    plan = prepare_step(found, source, cluster.n_ranks, machine.device, n_tokens=n_tokens, sample=sample)
+    table = plan_table(
+        source,
+        cluster.n_ranks,
+        model=found.model,
+        optimizer=found.optimizer,
+        model_parameters=found.model_parameters,
+        is_sharded=found.is_sharded,
+        device_type=machine.device,
+        batch=plan.batch,
+        every_stage=False,
+    )
+    n_passes = plan.config.gradient_accumulation_steps or 1
+    flops = _flops_by_dtype(plan.operators, n_passes)
+    step = simulate(plan.record(machine), cluster, flops)
+    return PlannedStep(step, table, cluster, plan.batch, n_passes, plan.notes)
+
+
+def _flops_by_dtype(operators: ModelOperators, n_passes: int) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    for half in (operators.forward, operators.backward):
+        for each in (each for own in half.values() for each in own if each.is_product):
+            found[each.dtype] = found.get(each.dtype, 0) + each.flops * n_passes
+    return found
