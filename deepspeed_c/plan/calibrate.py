@@ -25,7 +25,7 @@ from deepspeed_c.io.bench import DIRECTIONS, Settings, compare, ours
 from deepspeed_c.io.scratch import scratch
 from deepspeed_c.launcher.cores import threads_per_rank
 from deepspeed_c.logging import logger
-from deepspeed_c.plan.machine import FLOW, PULL, File, Link, Machine
+from deepspeed_c.plan.machine import FLOW, PULL, File, LinkLevel, Machine
 
 __all__ = ["TensorLike", "TimedOperator", "calibrate", "fit_link", "measure_steps", "timed_operator_of"]
 
@@ -37,7 +37,7 @@ _SMALL_FILE_BYTES = 1 << 12
 # Steps before the measured ones: memory is allocated, and the order of modules is learnt.
 _WARM_UP_STEPS = 3
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Edges of square products. Those of 16 bits are measured at the last ones only, where some processors take long.
+# Edges of square products. Some processors take long for products of 16 bits, so these have few sizes.
 _EDGES = (16, 32, 64, 128, 256, 512, 1024)
 _EDGES_OF_DEVICE = (*_EDGES, 2048, 4096, 8192)
 _N_LARGE = 2
@@ -195,7 +195,7 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _links(n_ranks: int) -> tuple[Link, ...]:
+def _links(n_ranks: int) -> tuple[LinkLevel, ...]:
     """The link between ranks of this host: their shared memory, or the loopback where they can share none."""
     rows, _ = run(CommBench(n_ranks, _OPS, _SIZES, "fp32", ["shm"], _ROUNDS))
     name, mode = "shared memory", PULL
@@ -203,13 +203,13 @@ def _links(n_ranks: int) -> tuple[Link, ...]:
         rows, _ = run(CommBench(n_ranks, _OPS, _SIZES, "fp32", ["gloo"], _ROUNDS))
         name, mode = "loopback", FLOW
     latency_ns, bytes_per_s = fit_link(rows, n_ranks, mode)
-    return (Link(name, n_ranks, bytes_per_s, latency_ns, 0, mode),)
+    return (LinkLevel(name, n_ranks, bytes_per_s, latency_ns, 0, mode),)
 
 
 def fit_link(rows: Sequence[BenchedCall], n_ranks: int, mode: str) -> tuple[int, int]:
-    """(latency in ns, bytes a second) with which a link's formula is nearest to the measured times, by the squares of
-    the relative errors. The formula: a rank moves a share (n - 1) / n of the buffer, in an all-reduce twice. With PULL
-    the latency is that of a collective, with FLOW of each of the n - 1 steps.
+    """Fits (latency in ns, bytes a second) of a link's formula to the measured times, by least squares of the relative
+    errors. The formula: a rank moves a share (n - 1) / n of the buffer, in an all-reduce twice. With PULL
+    a collective has the latency once, with FLOW once in each of its n - 1 steps.
 
     rows: collectives of several sizes among ``n_ranks`` (at least 2).
     """

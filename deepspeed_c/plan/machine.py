@@ -19,7 +19,7 @@ __all__ = [
     "FLOW",
     "PULL",
     "File",
-    "Link",
+    "LinkLevel",
     "Machine",
     "Operator",
     "operator_ns",
@@ -37,7 +37,7 @@ _DEVICES = ("cpu", "cuda")
 _MOST = (1 << 63) - 1
 
 
-class Link(NamedTuple):
+class LinkLevel(NamedTuple):
     """One level of the tree of links. The lowest level joins the ranks of a host."""
 
     name: str
@@ -45,9 +45,9 @@ class Link(NamedTuple):
     """Ranks of a host at the lowest level, then hosts of a rack, and so on. 0: as the command line says, or all that
     are left."""
     bytes_per_s: int
-    """Of one port, in each direction: of a rank at the lowest level, then of a host, and so on."""
+    """Rate of one port in each direction: the port of a rank at the lowest level, of a host at the next."""
     latency_ns: int
-    """Of one step of a ring (FLOW), or of one collective (PULL)."""
+    """Latency of one step of a ring (FLOW), or of one collective (PULL)."""
     inner_bytes_per_s: int
     """Limit of all that passes through this level at once. 0: no limit."""
     mode: str
@@ -63,7 +63,7 @@ class File(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A host of ranks, and its links to others. Rates are those of one rank while all ranks of its host work."""
+    """A host of ranks, and its links to others. Each rate is a rank's own while all ranks of its host work."""
 
     name: str
     source: str
@@ -80,7 +80,7 @@ class Machine(NamedTuple):
     """Time of starting one operator."""
     update_bytes_per_s: float
     """Bytes of gradients and states that a fused optimizer reads and writes in a second."""
-    links: tuple[Link, ...]
+    links: tuple[LinkLevel, ...]
     """The lowest level first. Empty for a machine of one rank."""
     copy_bytes_per_s: float
     """Between device and host, in each direction. 0: the memory of the device is the host's."""
@@ -100,7 +100,7 @@ class Operator(NamedTuple):
     n_bytes: int
     """Bytes that it reads and writes."""
     dtype: str
-    """Of the factors of a product."""
+    """Name of the dtype of a product's factors."""
     is_product: bool
 
 
@@ -133,8 +133,8 @@ def write_machine(machine: Machine, path: str | Path) -> None:
 
 
 def operator_ns(machine: Machine, operator: Operator) -> int:
-    """The time of an operator in ns, rounded up: as measured, or else the time of its products or of its bytes, the
-    longer one, and that of its start.
+    """The time of an operator in ns, rounded up. Without a measured time it is the longer of two, the time of its
+    product and the time of its bytes, plus the time of its start.
 
     Raises ConfigError if the machine has no rate for products of that dtype.
     """
@@ -264,8 +264,8 @@ def _curve(value: Any, where: str) -> tuple[tuple[float, float], ...]:
     return tuple(points)
 
 
-def _links(value: Any, where: str) -> tuple[Link, ...]:
-    return tuple(Link(**link) for link in _list_of(_record(_LINK))(value, where))
+def _links(value: Any, where: str) -> tuple[LinkLevel, ...]:
+    return tuple(LinkLevel(**link) for link in _list_of(_record(_LINK))(value, where))
 
 
 def _file(value: Any, where: str) -> File | None:
