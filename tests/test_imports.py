@@ -143,6 +143,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "io": {"config", "ops", "_C", "quantity"},
     "bench": {"config", "comm", "quantity"},
     "autotuning": {"accelerator", "config", "logging", "plan", "engine", "profile", "cgroups", "quantity"},
+    "calibration": {
+        *("config", "logging", "accelerator", "comm", "ops", "engine", "quantity", "plan", "io", "bench", "autotuning"),
+        "launcher",
+    },
     "launcher": {
         *(
             "autotuning",

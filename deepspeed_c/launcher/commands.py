@@ -63,11 +63,11 @@ COMMANDS: dict[str, Command] = {
         ),
     ),
     "plan": Command(
-        "deepspeed_c.plan.cli:main",
+        "deepspeed_c.calibration.cli:main",
         (
             (
                 "deepspeed_c plan --help",
-                "the memory that each rank of a run will take, for each ZeRO stage; with --inference, of generation",
+                "the memory that each rank of a run will take, for each ZeRO stage; with --simulate, the time of a step",
             ),
         ),
     ),

@@ -21,6 +21,7 @@ from deepspeed_c.plan.memory import Activations
 from deepspeed_c.plan.picture import draw
 from deepspeed_c.plan.pipeline import plan_pipeline
 from deepspeed_c.plan.script import find_model
+from deepspeed_c.plan.simulate_cli import ThisMachine
 from deepspeed_c.plan.sizes import guess_layers, stack_of
 from deepspeed_c.plan.table import as_json, as_text, plan_table
 from deepspeed_c.plan.tiers import Budgets, Rates
@@ -47,7 +48,7 @@ Bytes per rank, phase by phase, for each ZeRO stage and offload choice, without 
 """
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], this_machine: ThisMachine | None = None) -> int:
     """Runs ``deepspeed_c plan`` with these arguments. Returns 0 if a plan was printed. Raises ConfigError, ModelError,
     OptimizerError."""
     parser = _parser()
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     if options.inference is not None:
         return _plan_inference(options, parser, script)
     if options.simulate:
-        return simulate_cli.run(options, script, arguments, _write_svg)
+        return simulate_cli.run(options, script, arguments, _write_svg, this_machine)
     if options.dtype is not None:
         raise ConfigError(
             "it is the dtype of weights for inference", where="--dtype", fix="give --inference MODEL_DIR, or --given"

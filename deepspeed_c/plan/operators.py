@@ -24,8 +24,8 @@ from deepspeed_c.plan.activations import (
     running_without_data,
     twin_without_data,
 )
-from deepspeed_c.plan.calibrate import TimedOperator, timed_operator_of
 from deepspeed_c.plan.machine import Operator
+from deepspeed_c.plan.timed import TimedOperator, timed_operator_of
 
 __all__ = ["ModelOperators", "trace_operators"]
 
@@ -62,7 +62,7 @@ def trace_operators(
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         twin = twin_without_data(model, precision.dtype, fake, None)
         for inputs in likely_inputs(twin, batch, precision.dtype or torch.float32):
-            notes = _Notes(twin)
+            notes = _NotedOperators(twin)
             try:
                 with running_without_data(precision, device_type, None), torch.enable_grad(), notes:
                     outputs = twin(**inputs) if isinstance(inputs, dict) else twin(*inputs)
@@ -84,7 +84,7 @@ def trace_operators(
     ) from problem
 
 
-class _Notes(TorchDispatchMode):
+class _NotedOperators(TorchDispatchMode):
     """Notes each operator with the module that runs it.
 
     A node of autograd has the next sequence number of its thread, so an operator of the backward belongs to the module

@@ -5,22 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from deepspeed_c.autotuning.rates import current_device
 from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.plan.calibrate import calibrate, measure_steps
 from deepspeed_c.plan.lanes import draw_lanes
 from deepspeed_c.plan.machine import Machine, read_machine, shipped_machines, write_machine
 from deepspeed_c.plan.script import Found, find_model
 from deepspeed_c.plan.simulated import PlannedStep, plan_step, prepare_step
 from deepspeed_c.plan.simulation import Cluster
+from deepspeed_c.plan.timed import TimedOperator
 from deepspeed_c.quantity import parse_seconds
 
-__all__ = ["add_options", "run"]
+__all__ = ["ThisMachine", "add_options", "run"]
+
+
+class ThisMachine(NamedTuple):
+    """How the machine that the command runs on is measured."""
+
+    device_type: str
+    calibrate: Callable[[int, Sequence[TimedOperator], Path], Machine]
+    """(ranks, operators, a folder on the disk that is measured) -> the machine."""
+    measure_steps: Callable[[str, Sequence[str], Mapping[str, Any], int], float]
+    """(script, its arguments, configuration, ranks) -> seconds of a step."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,15 +52,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(
-    options: argparse.Namespace, script: str, arguments: Sequence[str], write_svg: Callable[[str, str], None]
+    options: argparse.Namespace,
+    script: str,
+    arguments: Sequence[str],
+    write_svg: Callable[[str, str], None],
+    this_machine: ThisMachine | None = None,
 ) -> int:
-    """Prints the simulated step. Raises ConfigError for options that do not fit, and the errors of ``plan_step``."""
+    """Prints the simulated step. this_machine: for ``--calibrate``. Raises ConfigError for options that do not fit, and
+    the errors of ``plan_step``."""
     if not script:
         raise ConfigError(
             "sizes alone do not say what a model computes", where="--simulate", fix="give a script in place of --params"
         )
     if options.calibrate:
-        return _calibrate(options, script, arguments)
+        if this_machine is None:
+            raise ConfigError(
+                "this caller cannot measure the machine", where="--calibrate", fix="run the command deepspeed_c plan"
+            )
+        return _calibrate(options, script, arguments, this_machine)
     if options.machine is None:
         raise ConfigError("no machine was given", where="--machine", fix="name one (h100), or the file of one")
     cluster = _cluster(options, read_machine(options.machine))
@@ -81,7 +99,7 @@ def _shape(options: argparse.Namespace) -> dict[str, Any]:
     return {"n_tokens": None if options.seq is None else _count(options.seq, "--seq"), "sample": sample}
 
 
-def _calibrate(options: argparse.Namespace, script: str, arguments: Sequence[str]) -> int:
+def _calibrate(options: argparse.Namespace, script: str, arguments: Sequence[str], this_machine: ThisMachine) -> int:
     """Measures this machine, simulates a step on it, and compares the step with real ones."""
     if options.ranks < 1:
         raise ConfigError(f"{options.ranks} is not a number of ranks", where="--ranks", fix="write an integer >= 1")
@@ -90,8 +108,8 @@ def _calibrate(options: argparse.Namespace, script: str, arguments: Sequence[str
         raise ConfigError("is a machine that the package has", where=f"--machine {path}", fix="name a file to write")
     found, source = _find(options, script, arguments, options.ranks)
     shape = _shape(options)
-    calls = prepare_step(found, source, options.ranks, current_device().type, **shape).operators.calls
-    machine = calibrate(options.ranks, list(calls.values()), path.resolve().parent)
+    calls = prepare_step(found, source, options.ranks, this_machine.device_type, **shape).operators.calls
+    machine = this_machine.calibrate(options.ranks, list(calls.values()), path.parent)
     try:
         write_machine(machine, path)
     except OSError as error:
@@ -101,7 +119,7 @@ def _calibrate(options: argparse.Namespace, script: str, arguments: Sequence[str
     planned = plan_step(found, source, Cluster(machine, options.ranks, options.ranks), **shape)
     print(_as_text(planned, None))
     print(f"written: {path}")
-    seconds = measure_steps(script, arguments, read_source(source).keys, options.ranks)
+    seconds = this_machine.measure_steps(script, arguments, read_source(source).keys, options.ranks)
     print(
         f"ten real steps took {_seconds(seconds).strip()} each: simulated / measured {planned.step.seconds / seconds:.3f}"
     )

@@ -1,5 +1,5 @@
 """Measures this machine for the planner: the operators of a model as they are called, products, memory, updates,
-collectives and files, with as many ranks at work as there will be. ``calibrate_rank.py`` has the work of a rank."""
+collectives and files, with as many ranks at work as there will be. ``rank.py`` has the work of a rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pickle
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from deepspeed_c.autotuning.experiment import Launch, last_lines, run_experiment
 from deepspeed_c.autotuning.rates import current_device
@@ -26,8 +24,9 @@ from deepspeed_c.io.scratch import scratch
 from deepspeed_c.launcher.cores import threads_per_rank
 from deepspeed_c.logging import logger
 from deepspeed_c.plan.machine import FLOW, PULL, File, LinkLevel, Machine
+from deepspeed_c.plan.timed import TimedOperator, timed_operator_of
 
-__all__ = ["TensorLike", "TimedOperator", "calibrate", "fit_link", "measure_steps", "timed_operator_of"]
+__all__ = ["calibrate", "fit_link", "measure_steps"]
 
 _OPS = ["all_reduce", "reduce_scatter", "all_gather"]
 _SIZES = [1 << 12, 1 << 16, 1 << 20, 1 << 24]
@@ -46,69 +45,6 @@ _MEMORY_BYTES = 1 << 26
 _MEMORY_BYTES_OF_DEVICE = 1 << 29
 
 
-@dataclass(frozen=True)
-class TensorLike:
-    """A tensor without its data."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        is_contiguous = self.stride == torch.empty(self.shape, device="meta").stride()
-        laid_out = "" if is_contiguous else f":{','.join(map(str, self.stride))}"
-        return f"{_short(self.dtype)}[{','.join(map(str, self.shape))}]{laid_out}"
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """An argument that cannot be made again, such as a generator of random numbers."""
-
-    type_name: str
-
-
-class TimedOperator(NamedTuple):
-    """A call of an operator that a process of its own can make again."""
-
-    name: str
-    """As in ``aten.addmm.default``."""
-    args: Any
-    """Its arguments, with a TensorLike for each tensor."""
-    kwargs: Any
-
-    @property
-    def signature(self) -> str:
-        """The name and the arguments, in one line."""
-        words = [_written(each) for each in self.args]
-        words += [f"{key}={_written(each)}" for key, each in self.kwargs.items()]
-        return f"{self.name}({', '.join(words)})"
-
-
-def timed_operator_of(func: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> TimedOperator:
-    """Describes a call of an operator of ``torch.ops``, as a dispatch mode sees it, with real or fake tensors."""
-    return TimedOperator(str(func), tree_map(_described, tuple(args)), tree_map(_described, dict(kwargs or {})))
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorLike(tuple(value.shape), tuple(value.stride()), value.dtype)
-    plain = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
-    return value if value is None or isinstance(value, plain) else Unknown(type(value).__name__)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_written, value))}]"
-    return _short(value) if isinstance(value, torch.dtype) else str(value)
-
-
-def _short(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    for long, short in (("complex", "c"), ("float", "f"), ("uint", "u"), ("int", "i"), ("bool", "b8")):
-        name = name.replace(long, short)
-    return name
-
-
 def calibrate(n_ranks: int, operators: Sequence[TimedOperator], folder: Path) -> Machine:
     """Measures this machine with ``n_ranks`` ranks on it. folder: for files of the measurement, on the disk that is
     measured.
@@ -123,13 +59,14 @@ def calibrate(n_ranks: int, operators: Sequence[TimedOperator], folder: Path) ->
             where="calibrate",
             fix="measure one rank of an accelerator, and take links from a shipped machine; on the CPU, at least one",
         )
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     products, others = _products(device), _others(device)
     wanted = [*products.values(), *others, *operators]
     with tempfile.TemporaryDirectory(prefix="dsc_calibrate_", dir=folder) as inner:
         Path(inner, "operators.pickle").write_bytes(pickle.dumps(wanted))
         words, n_threads = (inner, str(n_ranks)), threads_per_rank(n_ranks)
-        run_ranks(n_ranks, "deepspeed_c.plan.calibrate_rank", words, "calibrate", n_threads)
+        run_ranks(n_ranks, "deepspeed_c.calibration.rank", words, "calibrate", n_threads)
         told = [json.loads(Path(inner, f"rank{rank}.json").read_text()) for rank in range(n_ranks)]
         file = _file(inner)
     for i, problem in told[0]["problems"].items():

@@ -13,10 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_c.bench.comm import BenchedCall
+from deepspeed_c.calibration.measure import calibrate, fit_link, measure_steps
+from deepspeed_c.calibration.rank import make_call
 from deepspeed_c.errors import ConfigError
-from deepspeed_c.plan.calibrate import calibrate, fit_link, measure_steps, timed_operator_of
-from deepspeed_c.plan.calibrate_rank import make_call
 from deepspeed_c.plan.machine import FLOW, PULL, Operator, operator_ns, read_machine, write_machine
+from deepspeed_c.plan.timed import timed_operator_of
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

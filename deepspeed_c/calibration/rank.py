@@ -1,5 +1,5 @@
-"""The work of one rank of a calibration, which ``calibrate.py`` starts as a process:
-``python -m deepspeed_c.plan.calibrate_rank FOLDER N_RANKS``."""
+"""The work of one rank of a calibration, which ``measure.py`` starts as a process:
+``python -m deepspeed_c.calibration.rank FOLDER N_RANKS``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deepspeed_c.comm.collectives import Collectives
 from deepspeed_c.engine.experiment import write_json
 from deepspeed_c.env import read_env
 from deepspeed_c.ops.adam import FusedAdam
-from deepspeed_c.plan.calibrate import TensorLike, TimedOperator, Unknown
+from deepspeed_c.plan.timed import TensorLike, TimedOperator, Unknown
 
 __all__ = ["make_call"]
 

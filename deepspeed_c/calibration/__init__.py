@@ -1,0 +1,1 @@
+"""Measures this machine, for simulations of steps on it."""
