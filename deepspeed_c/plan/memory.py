@@ -56,8 +56,8 @@ __all__ = [
     "LeasePlan",
     "MemoryPlan",
     "Offload",
+    "RankWalk",
     "plan_memory",
-    "record_step",
 ]
 
 PHASES = ("initialize", "forward", "backward", "batch", "step", "generate")
@@ -259,7 +259,7 @@ def plan_memory(
     """
     offload = Offload.of(config.zero)
     with ExitStack() as at_end:
-        walk = _Walk(sizes, config, n_ranks, optimizer, device_type, offload, at_end)
+        walk = RankWalk(sizes, config, n_ranks, optimizer, device_type, offload, at_end)
         walk.initialize()
         for _ in range(N_WINDOWS):
             walk.window(activations)
@@ -288,31 +288,8 @@ def plan_memory(
         )
 
 
-def record_step(
-    sizes: ModelSizes,
-    config: Config,
-    n_ranks: int,
-    optimizer: OptimizerSizes,
-    work: ModuleWork,
-    *,
-    device_type: str = "cpu",
-) -> Recorder:
-    """What one of ``n_ranks`` ranks does in a step, after the engine has learnt its order of use. ``work``: the times
-    of its computations. Nothing is allocated. Raises ModelError if ``initialize`` would raise it."""
-    recorder = Recorder()
-    with ExitStack() as at_end:
-        walk = _Walk(sizes, config, n_ranks, optimizer, device_type, Offload.of(config.zero), at_end, recorder, work)
-        walk.initialize()
-        for _ in range(N_WINDOWS - 1):
-            walk.window(Activations())
-        recorder.is_on = True
-        walk.window(Activations(), n_passes=config.gradient_accumulation_steps or 1)
-        recorder.is_on = False
-    return recorder
-
-
-class _Walk:
-    """The run of one rank. ``at_end`` removes the run's hooks."""
+class RankWalk:
+    """The run of one rank. ``at_end`` removes the run's hooks. work: the times of the rank's computations."""
 
     def __init__(
         self,
@@ -323,7 +300,6 @@ class _Walk:
         device_type: str,
         offload: Offload,
         at_end: ExitStack,
-        recorder: Recorder | None = None,
         work: ModuleWork = NO_WORK,
     ) -> None:
         is_host = device_type == "cpu"
@@ -333,7 +309,7 @@ class _Walk:
         self._sizes, self._config, self._n_ranks, self._optimizer = sizes, config, n_ranks, optimizer
         self._is_host = is_host
         self._sharding = config.zero.sharding
-        self._recorder = Recorder() if recorder is None else recorder
+        self._recorder = Recorder()
         self._model, groups = outline_of(sizes, self._take_gradients, lambda *of: self._computing.on_work(*of))
         paths = (name for name, _ in self._model.named_modules())
         self._computing = Computing(self._recorder, work, paths)
@@ -603,12 +579,12 @@ class _Walk:
             n = 2 if self._optimizer is not None and (self._config.gradient_accumulation_steps or 1) > 1 else 1
         for i in range(n):
             self.book.begin("forward", activations.held("forward"))
-            self._recorder.phase = "forward"
+            self._recorder.enter_phase("forward")
             with torch.set_grad_enabled(self._optimizer is not None):
                 loss = self._model(torch.zeros(1, device="cpu"))
             if self._reducer is not None:
                 self.book.begin("backward", activations.held("backward"))
-                self._recorder.phase = "backward"
+                self._recorder.enter_phase("backward")
                 self._computing.begin_backward()
                 self._reducer.begin_backward(is_boundary=i == n - 1, factor=1.0, starts=[loss.grad_fn])
                 loss.backward()
@@ -617,6 +593,16 @@ class _Walk:
         if self._reducer is not None:
             self.book.begin("step")
             self.step()
+
+    def record_step(self) -> Recorder:
+        """What the rank does in a step, after the engine has learnt its order of use."""
+        self.initialize()
+        for _ in range(N_WINDOWS - 1):
+            self.window(Activations())
+        self._recorder.begin()
+        self.window(Activations(), n_passes=self._config.gradient_accumulation_steps or 1)
+        self._recorder.end()
+        return self._recorder
 
     @property
     def lease(self) -> LeasePlan | None:
@@ -642,7 +628,7 @@ class _Walk:
                 self._model(torch.zeros(1, device="cpu"))
 
     def step(self) -> None:
-        self._recorder.phase = "step"
+        self._recorder.enter_phase("step")
         late = self._reducer.late
         late.plan(late.flags())
         self._reducer.discard()  # waits for pending reductions

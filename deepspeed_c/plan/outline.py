@@ -29,20 +29,6 @@ class _Use(torch.autograd.Function):
         return grad, *(torch.empty(like.shape, dtype=like.dtype, device="meta") for like in ctx.saved_tensors)
 
 
-class _Passed(torch.autograd.Function):
-    """The identity. Its backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, on_backward: Callable[[], None]) -> torch.Tensor:
-        ctx.on_backward = on_backward
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.on_backward()
-        return grad, None
-
-
 OnWork = Callable[[str, bool], None]
 
 
@@ -76,7 +62,8 @@ class Outline(torch.nn.Module):
             if x.grad_fn is not None:
                 x.grad_fn.register_prehook(lambda _: self._begin_backward(read, n_bytes))
         elif x.requires_grad and self._on_work is not None:
-            x = _Passed.apply(x, lambda: self._on_work(self.path, True))
+            x = x.view_as(x)
+            x.grad_fn.register_prehook(lambda _: self._on_work(self.path, True))
         for child in self.children():
             x = child(x)
         return x

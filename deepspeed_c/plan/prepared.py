@@ -12,6 +12,7 @@ from deepspeed_c.buffers import BufferPool
 from deepspeed_c.config import Config, ReadConfig, read_config
 from deepspeed_c.config.parallel import Pipeline
 from deepspeed_c.config.source import GivenConfig, read_source
+from deepspeed_c.config.zero import Zero
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.errors import ConfigError, ModelError
@@ -38,8 +39,6 @@ class Prepared(NamedTuple):
     source: GivenConfig
     overrides: dict[str, Any]
     """Keys that a plan sets in ``source``."""
-    config: Config
-    """Without a batch: ``source`` with ``overrides``."""
     model: torch.nn.Module
     sizes: ModelSizes
     base: torch.optim.Optimizer | None
@@ -54,6 +53,12 @@ class Prepared(NamedTuple):
     nvme_path: str | None
     """As configured."""
     notes: list[str]
+
+    def resolve(self, *, has_batch: bool) -> Config:
+        """``source`` with ``overrides``. Without a batch, its keys need not fit the number of ranks. Raises
+        ConfigError."""
+        read = read_config(self.source, overrides=self.overrides)
+        return read.resolve(world_size=self.n_ranks, batch="resolve" if has_batch else "skip")
 
 
 def prepare(
@@ -116,21 +121,24 @@ def prepare(
                 f"a rank holds {count_in_words(sizes.n_held)} of the {count_in_words(sizes.numel)} parameters: experts are spread over"
                 f" ranks (ep_size {', '.join(map(str, sorted({p.n_expert_ranks for p in sizes.params} - {1})))})"
             )
-    return Prepared(
-        source, overrides, config, model, sizes, base, precision, ranks, n_ranks, n_tensor, nvme_path, notes
-    )
+    return Prepared(source, overrides, model, sizes, base, precision, ranks, n_ranks, n_tensor, nvme_path, notes)
 
 
 def optimizer_sizes(
-    base: torch.optim.Optimizer | None, config: Config, n_ranks: int, device_type: str
+    base: torch.optim.Optimizer | None,
+    zero: Zero,
+    n_ranks: int,
+    device_type: str,
+    *,
+    forces_own: bool,
+    allow_untested: bool,
 ) -> OptimizerSizes | None:
-    """The states of ``base`` under a configuration. None for an engine that only evaluates. Raises ConfigError for an
-    impossible offload, and OptimizerError."""
+    """The states of ``base``. None for an engine that only evaluates. forces_own, allow_untested: as configured. Raises
+    ConfigError for an impossible offload, and OptimizerError."""
     if base is None:
         return None
-    place(config.zero, base, torch.device(device_type), forces_own=config.forces_own_optimizer)
-    is_cut = config.zero.sharding.optimizer and n_ranks > 1
-    return group_sizes(base, is_sharded=is_cut, allow_untested=config.zero_allow_untested_optimizer)
+    place(zero, base, torch.device(device_type), forces_own=forces_own)
+    return group_sizes(base, is_sharded=zero.sharding.optimizer and n_ranks > 1, allow_untested=allow_untested)
 
 
 def _tensor_ranks(

@@ -42,13 +42,25 @@ class Action(NamedTuple):
 
 
 class Recorder:
-    """Records actions while ``is_on``. A wait for a transfer that began before is left out."""
+    """Records actions between ``begin`` and ``end``. A wait for a transfer that began before is left out."""
 
     def __init__(self) -> None:
         self.is_on = False
-        self.phase = ""
+        self._phase = ""
         self.actions: list[Action] = []
         self.transfers: list[Transfer] = []
+
+    def begin(self) -> None:
+        """From now on, actions are recorded."""
+        self.is_on = True
+
+    def end(self) -> None:
+        """Ends what ``begin`` began."""
+        self.is_on = False
+
+    def enter_phase(self, phase: str) -> None:
+        """The phase of the transfers that follow: "forward", "backward" or "step"."""
+        self._phase = phase
 
     def run(self, ns: int, label: str) -> None:
         """Records a computation."""
@@ -59,7 +71,7 @@ class Recorder:
         """Records that a transfer starts. Returns its number, or None while nothing is recorded."""
         if not self.is_on:
             return None
-        self.transfers.append(Transfer(op, tuple(ranks), n_bytes, label, self.phase, axis))
+        self.transfers.append(Transfer(op, tuple(ranks), n_bytes, label, self._phase, axis))
         self.actions.append(Action(START, len(self.transfers) - 1, label))
         return len(self.transfers) - 1
 

@@ -202,6 +202,7 @@ def _as_json(planned: PlannedStep, loss: float | None) -> dict[str, Any]:
         "flops_share": step.flops_share,
         "peak_bytes": [planned.peak_bytes] * cluster.n_ranks,
         "busy_seconds": list(step.busy_seconds),
+        "waited_seconds": list(step.waited_seconds),
         "collectives": [
             {
                 "op": each.op,
@@ -227,13 +228,13 @@ def _as_text(planned: PlannedStep, loss: float | None) -> str:
     each = f"{batch.n_tokens} tokens" if batch.sample is None else "x".join(map(str, batch.sample))
     row = planned.table.rows[planned.table.chosen]
     passes = f"{_several(planned.n_passes, 'micro-batch')} of {batch.n_samples} x {each}"
-    exposed = sum(one.exposed_seconds for one in step.collectives)
+    waited = step.waited_seconds[0]
     lines = [
         f"{_several(cluster.n_ranks, 'rank')} on {_several(cluster.n_hosts, 'host')}, {cluster.machine.name}; stage {row.stage}, {passes}",
         "",
         f"step                    {_seconds(step.seconds)}",
         f"  rank 0 computes       {_seconds(step.busy_seconds[0])}  {step.busy_seconds[0] / step.seconds:6.1%}",
-        f"  rank 0 waits          {_seconds(exposed)}  {exposed / step.seconds:6.1%}",
+        f"  rank 0 waits          {_seconds(waited)}  {waited / step.seconds:6.1%}",
         f"products at full rate   {_seconds(step.flops_seconds)}  {step.flops_share:6.1%}",
     ]
     if len(set(step.busy_seconds)) > 1:
@@ -246,7 +247,7 @@ def _as_text(planned: PlannedStep, loss: float | None) -> str:
         for one in sorted(step.collectives, key=lambda one: -one.exposed_seconds)
     ]
     crossed = ", ".join(f"{name} {n / 1e6:.3f}" for name, n in step.link_bytes.items())
-    lines += ["", f"MB that cross links, of all ranks: {crossed or 'none'}"]
+    lines += ["", f"MB over links, of all ranks: {crossed or 'none'}"]
     if planned.peak_bytes is None:
         lines.append(f"memory: refused: {row.refusal}")
     else:

@@ -4,15 +4,15 @@ cluster."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from deepspeed_c.config import Config, read_config
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.plan.activations import ForwardShape
 from deepspeed_c.plan.computing import ModuleWork
 from deepspeed_c.plan.machine import Machine, operator_ns
-from deepspeed_c.plan.memory import record_step
+from deepspeed_c.plan.memory import Offload, RankWalk
 from deepspeed_c.plan.operators import ModelOperators, trace_operators
 from deepspeed_c.plan.prepared import Prepared, optimizer_sizes, prepare
 from deepspeed_c.plan.recorded import Recorder
@@ -28,9 +28,10 @@ class StepPlan(NamedTuple):
     """What a rank does in a step, before it is known how long it takes."""
 
     prepared: Prepared
-    config: Config
     batch: ForwardShape
     operators: ModelOperators
+    n_passes: int
+    """Micro-batches of a rank."""
     notes: tuple[str, ...]
 
     def record(self, machine: Machine) -> Recorder:
@@ -39,13 +40,23 @@ class StepPlan(NamedTuple):
             {path: sum(operator_ns(machine, each) for each in found) for path, found in half.items()}
             for half in (self.operators.forward, self.operators.backward)
         )
-        section, again = self.config.activation_checkpointing, []
-        if section.layers is not None:
-            again = find_blocks(self.prepared.model, section.layers)
+        prepared, config = self.prepared, self.prepared.resolve(has_batch=True)
+        again = []
+        if config.activation_checkpointing.layers is not None:
+            again = find_blocks(prepared.model, config.activation_checkpointing.layers)
+        states = optimizer_sizes(
+            prepared.base,
+            config.zero,
+            prepared.n_ranks,
+            machine.device,
+            forces_own=config.forces_own_optimizer,
+            allow_untested=config.zero_allow_untested_optimizer,
+        )
         work = ModuleWork(forward, backward, 1e9 / machine.memory_bytes_per_s, 1e9 / machine.update_bytes_per_s, again)
-        n_ranks, prepared = self.prepared.n_ranks, self.prepared
-        sizes_of_states = optimizer_sizes(prepared.base, self.config, n_ranks, machine.device)
-        return record_step(prepared.sizes, self.config, n_ranks, sizes_of_states, work, device_type=machine.device)
+        offload = Offload.of(config.zero)
+        with ExitStack() as at_end:
+            walk = RankWalk(prepared.sizes, config, prepared.n_ranks, states, machine.device, offload, at_end, work)
+            return walk.record_step()
 
 
 class PlannedStep(NamedTuple):
@@ -66,7 +77,7 @@ class PlannedStep(NamedTuple):
         return None if plan is None else plan.peak.nbytes
 
 
-def _batch_of(found: Found, config: Config, n_tokens: int | None, sample: tuple[int, ...] | None) -> ForwardShape:
+def _batch_of(found: Found, n_samples: int, n_tokens: int | None, sample: tuple[int, ...] | None) -> ForwardShape:
     """What a rank's forward is given. Tokens that nobody names are as many as the model's own configuration allows.
     Raises ConfigError if neither says it."""
     if n_tokens is None and sample is None:
@@ -78,7 +89,7 @@ def _batch_of(found: Found, config: Config, n_tokens: int | None, sample: tuple[
                 where="--simulate",
                 fix="give --seq N, or --sample 3x224x224",
             )
-    return ForwardShape(config.train_micro_batch_size_per_gpu, n_tokens, sample)
+    return ForwardShape(n_samples, n_tokens, sample)
 
 
 def prepare_step(
@@ -102,21 +113,21 @@ def prepare_step(
         model_parameters=found.model_parameters,
         is_sharded=found.is_sharded,
     )
-    config = read_config(prepared.source, overrides=prepared.overrides).resolve(world_size=prepared.n_ranks)
+    config = prepared.resolve(has_batch=True)
     if prepared.base is None:
         raise _not_yet("an engine without an optimizer", "name an optimizer")
     if prepared.n_tensor > 1:
         raise _not_yet("tensor parallelism", "leave out tensor_parallel")
     if config.expert_parallel.enabled:
         raise _not_yet("expert parallelism", "leave out expert_parallel")
-    batch = _batch_of(found, config, n_tokens, sample)
+    batch = _batch_of(found, config.train_micro_batch_size_per_gpu, n_tokens, sample)
     operators = trace_operators(found.model, batch, prepared.precision, device_type)
     notes = list(prepared.notes)
     if n_tokens is None and sample is None:
         notes.append(f"{batch.n_tokens} tokens a sample, as many as the model allows (--seq)")
     if config.activation_checkpointing.budget is not None:
         notes.append("activation_checkpointing.budget: all layers are counted as recomputed")
-    return StepPlan(prepared, config, batch, operators, tuple(notes))
+    return StepPlan(prepared, batch, operators, config.gradient_accumulation_steps or 1, tuple(notes))
 
 
 def _not_yet(what: str, fix: str) -> FeatureError:
@@ -141,10 +152,9 @@ def plan_step(
         batch=plan.batch,
         every_stage=False,
     )
-    n_passes = plan.config.gradient_accumulation_steps or 1
-    flops = _flops_by_dtype(plan.operators, n_passes)
+    flops = _flops_by_dtype(plan.operators, plan.n_passes)
     step = simulate(plan.record(machine), cluster, flops)
-    return PlannedStep(step, table, cluster, plan.batch, n_passes, plan.notes)
+    return PlannedStep(step, table, cluster, plan.batch, plan.n_passes, plan.notes)
 
 
 def _flops_by_dtype(operators: ModelOperators, n_passes: int) -> Mapping[str, int]:

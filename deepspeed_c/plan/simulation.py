@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from deepspeed_c import _C
 from deepspeed_c.errors import ConfigError, FeatureError
 from deepspeed_c.plan.machine import PULL, Machine
-from deepspeed_c.plan.recorded import READ, RUN, START, WAIT, WRITE, Recorder, Transfer
+from deepspeed_c.plan.recorded import RUN, START, WAIT, Recorder, Transfer
 
 __all__ = ["Cluster", "CollectiveTime", "SimulatedStep", "Span", "simulate"]
 
@@ -22,17 +22,8 @@ _KINDS = {RUN: _C.PLAN_RUN, START: _C.PLAN_START, WAIT: _C.PLAN_WAIT}
 
 _USUAL_PPM = 1_000_000  # of the time in which a rank computes
 
-# The core's operations by their names in a ledger.
-_OPS = {
-    "all-gather": "ALL_GATHER",
-    "barrier": "ALL_GATHER",
-    "reduce-scatter": "REDUCE_SCATTER",
-    "all-reduce": "ALL_REDUCE",
-    "all-to-all": "ALL_TO_ALL",
-    "broadcast": "BROADCAST",
-    READ: "READ",
-    WRITE: "WRITE",
-}
+# The names of a ledger's operations are the core's, but for those that are another one in disguise.
+_SAME_AS = {"barrier": "all-gather"}
 _IN_TWO_LEVELS = ("all-gather", "reduce-scatter", "all-reduce")
 
 
@@ -78,6 +69,7 @@ class SimulatedStep(NamedTuple):
 
     seconds: float
     busy_seconds: tuple[float, ...]  # of each rank, in which it computes
+    waited_seconds: tuple[float, ...]  # of each rank, in which it waits or moves bytes itself
     collectives: tuple[CollectiveTime, ...]  # of the first rank
     spans: tuple[Span, ...]  # of the first rank
     n_flops: int  # of one rank's products
@@ -151,10 +143,12 @@ def simulate(recorder: Recorder, cluster: Cluster, flops: Mapping[str, int]) -> 
         n_lanes=_N_LANES,
         shown=[0],
     )
+    usages = found.ranks  # each access copies the list
     seconds_of_flops = sum(n / machine.flops[dtype] for dtype, n in flops.items())
     return SimulatedStep(
         found.makespan_ns / 1e9,
-        tuple(usage.busy_ns / 1e9 for usage in found.ranks),
+        tuple(usage.busy_ns / 1e9 for usage in usages),
+        tuple(usage.waited_ns / 1e9 for usage in usages),
         _collectives(recorder.transfers, found.transfers[0], found.exposed_ns[0], tree),
         _spans(recorder, found.actions[0], found.transfers[0], tree),
         sum(flops.values()),
@@ -230,8 +224,8 @@ class _Tree:
         return self.names[self.level_of(transfer)]
 
     def transfer(self, transfer: Transfer, axes: Sequence[tuple[int, ...]]) -> tuple[int, int, int, int, int]:
-        machine, op = self._cluster.machine, transfer.op
-        if op not in _OPS:
+        machine, op = self._cluster.machine, _SAME_AS.get(transfer.op, transfer.op)
+        if op not in _C.PLAN_OPS:
             raise FeatureError(f"{op} is not simulated", where=transfer.label, fix="simulate a run without it")
         if not transfer.ranks:
             if machine.file is None:
@@ -240,23 +234,28 @@ class _Tree:
                     where=f"machine {machine.name}: file",
                     fix="add read_bytes_per_s, write_bytes_per_s and latency_ns",
                 )
-            return getattr(_C, f"PLAN_{_OPS[op]}"), 0, _FILE, 0, transfer.n_bytes
+            return _C.PLAN_OPS[op], 0, _FILE, 0, transfer.n_bytes
         flags = 0
         if machine.links[0].mode == PULL:
             if self.level_of(transfer) == 0:
                 flags = _C.PLAN_PULL
             elif op in _IN_TWO_LEVELS:
                 flags = _C.PLAN_TWO_LEVELS
-        return getattr(_C, f"PLAN_{_OPS[op]}"), axes.index(transfer.ranks), _NETWORK, flags, transfer.n_bytes
+        return _C.PLAN_OPS[op], axes.index(transfer.ranks), _NETWORK, flags, transfer.n_bytes
 
     def bytes_by_link(self, found: Any) -> dict[str, int]:
-        """Bytes that cross each level of links, counted where they enter it."""
+        """Bytes that cross each level of links, counted where they enter it, and bytes of files."""
         by_link = dict.fromkeys(self.names, 0)
-        for usage in found.ranks:
+        pulls = bool(self.names) and self._cluster.machine.links[0].mode == PULL
+        for usage in [] if pulls or not self.names else found.ranks:
             by_link[self.names[0]] += usage.up_bytes
         for level, node in zip(self._levels, found.nodes):
             if level + 1 < len(self.names):
                 by_link[self.names[level + 1]] += node.up_bytes
+            if level == 0 and pulls:
+                by_link[self.names[0]] += node.inner_bytes
+            if node.read_bytes + node.written_bytes:
+                by_link["file"] = by_link.get("file", 0) + node.read_bytes + node.written_bytes
         return by_link
 
 

@@ -123,13 +123,8 @@ def plan_table(
         is_sharded=is_sharded,
         n_tensor=n_tensor,
     )
-    source, overrides, config, n_ranks, n_tensor = (
-        prepared.source,
-        prepared.overrides,
-        prepared.config,
-        prepared.n_ranks,
-        prepared.n_tensor,
-    )
+    source, overrides, n_ranks, n_tensor = prepared.source, prepared.overrides, prepared.n_ranks, prepared.n_tensor
+    config = prepared.resolve(has_batch=False)
     model, sizes, base, ranks, notes = prepared.model, prepared.sizes, prepared.base, prepared.ranks, [*prepared.notes]
     asked = Offload.of(config.zero)
     chosen = (config.zero.stage, asked)
@@ -246,7 +241,14 @@ def _row(
     try:
         read = read_config(source, overrides={**overrides, **choice})
         config = read.resolve(world_size=n_ranks, batch="skip")
-        optimizer = optimizer_sizes(base, config, n_ranks, device_type)
+        optimizer = optimizer_sizes(
+            base,
+            config.zero,
+            n_ranks,
+            device_type,
+            forces_own=config.forces_own_optimizer,
+            allow_untested=config.zero_allow_untested_optimizer,
+        )
         plan = plan_memory(
             sizes,
             config,

@@ -110,7 +110,7 @@ struct Step {
     }
 };
 
-/* What a simulation has found. */
+/* The result of a simulation. */
 struct Times {
     int64_t makespan_ns = 0;
     std::vector<struct dsc_plan_usage> ranks;
@@ -120,7 +120,7 @@ struct Times {
     Spans transfers;
 };
 
-/* The next n of a list, and what comes after them. */
+/* Takes the next n spans of a list, and moves *at behind them. */
 std::vector<Span> take_spans(const struct dsc_plan_span **at, int64_t n)
 {
     std::vector<Span> list;
@@ -207,9 +207,11 @@ void dsc::bind_plan(py::module_ &m)
     m.attr("PLAN_RUN") = static_cast<int>(DSC_PLAN_RUN);
     m.attr("PLAN_START") = static_cast<int>(DSC_PLAN_START);
     m.attr("PLAN_WAIT") = static_cast<int>(DSC_PLAN_WAIT);
-#define DSC_PLAN_ATTR(name, text, has_group) m.attr("PLAN_" #name) = static_cast<int>(DSC_PLAN_##name);
-    DSC_PLAN_OP_MAP(DSC_PLAN_ATTR)
-#undef DSC_PLAN_ATTR
+    py::dict ops;
+#define DSC_PLAN_ITEM(name, text, has_group) ops[text] = static_cast<int>(DSC_PLAN_##name);
+    DSC_PLAN_OP_MAP(DSC_PLAN_ITEM)
+#undef DSC_PLAN_ITEM
+    m.attr("PLAN_OPS") = ops;
     m.attr("PLAN_PULL") = static_cast<int>(DSC_PLAN_PULL);
     m.attr("PLAN_TWO_LEVELS") = static_cast<int>(DSC_PLAN_TWO_LEVELS);
     py::class_<struct dsc_plan_usage>(m, "PlanUsage", "What a rank does in a step: ns, and bytes through its port.")

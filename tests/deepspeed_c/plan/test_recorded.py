@@ -3,8 +3,10 @@ same bytes, in the same order."""
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +17,7 @@ from deepspeed_c.comm.ledger import all_ledgers
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.plan.computing import ModuleWork
-from deepspeed_c.plan.memory import record_step
+from deepspeed_c.plan.memory import Offload, RankWalk
 from deepspeed_c.plan.recorded import READ, RUN, START, WAIT, WRITE, Recorder
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from tests.cells import every
@@ -32,19 +34,19 @@ class Case(NamedTuple):
     world: int
     stage: int
     n_micro: int = 1
-    zero: dict[str, Any] = {}
-    more: dict[str, Any] = {}
+    zero: dict[str, Any] | None = None
+    more: dict[str, Any] | None = None
 
     def config(self) -> dict[str, Any]:
         batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": self.n_micro}
-        if "same_bits" in self.more:
+        if self.more and "same_bits" in self.more:
             batch = {"train_batch_size": 2 * self.n_micro * self.world}
         return {
             **batch,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 3001, **self.zero},
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 3001, **(self.zero or {})},
             "steps_per_print": None,
-            **self.more,
+            **(self.more or {}),
         }
 
 
@@ -70,7 +72,7 @@ WIDTHS = (13, 61, 47, 29, 3)
 
 
 def make_model() -> torch.nn.Module:
-    return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in zip(WIDTHS, WIDTHS[1:])))
+    return torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in itertools.pairwise(WIDTHS)))
 
 
 Exchanged = dict[tuple[int, ...], list[tuple[str, int]]]
@@ -114,7 +116,9 @@ def recorded(case: Case, work: ModuleWork = ModuleWork({}, {})) -> Recorder:  # 
     base = build_optimizer(settings.optimizer, settings.bf16, model, None, None)
     sizes = sizes_of(model, [group["params"] for group in base.param_groups])
     optimizer = group_sizes(base, is_sharded=case.stage > 0 and case.world > 1)
-    return record_step(sizes, settings, case.world, optimizer, work)
+    with ExitStack() as at_end:
+        offload = Offload.of(settings.zero)
+        return RankWalk(sizes, settings, case.world, optimizer, "cpu", offload, at_end, work).record_step()
 
 
 @pytest.mark.parametrize("name", every(3, CASES))
@@ -167,7 +171,9 @@ def test_work_of_modules_without_parameters_is_their_ancestors():
     base = build_optimizer(settings.optimizer, settings.bf16, model, None, None)
     sizes = sizes_of(model, [group["params"] for group in base.param_groups])
     work = ModuleWork({"0.activation": 7, "nowhere.at.all": 11}, {})
-    found = record_step(sizes, settings, 1, group_sizes(base, is_sharded=False), work)
+    states = group_sizes(base, is_sharded=False)
+    with ExitStack() as at_end:
+        found = RankWalk(sizes, settings, 1, states, "cpu", Offload(), at_end, work).record_step()
     assert {action.label: action.value for action in found.actions if action.kind == RUN} == {"0": 7, "": 11}
 
 
@@ -176,7 +182,7 @@ def test_states_in_a_file_are_read_and_written(tmp_path):
     case = Case(2, 2, 1, {**offload, "sub_group_size": 1000})
     found = recorded(case)
     read, written = (sum(t.n_bytes for t in found.transfers if t.op == op) for op in (READ, WRITE))
-    n_elems = sum(a * b + b for a, b in zip(WIDTHS, WIDTHS[1:]))
+    n_elems = sum(a * b + b for a, b in itertools.pairwise(WIDTHS))
     # Two moments in fp32 of a rank's half; each extent is padded to whole pages.
     least = 2 * 4 * (n_elems // 2)
     assert least <= read <= 2 * least + (1 << 17), (read, least)

@@ -44,7 +44,7 @@ SHARED = LinkLevel("shared memory", 0, 5 * GB, 30_000, 0, PULL)
 def program(*transfers: tuple[str, tuple[int, ...], int], ns: int = 0) -> Recorder:
     """One transfer after the other, and a computation before each."""
     found = Recorder()
-    found.is_on = True
+    found.begin()
     for op, ranks, n_bytes in transfers:
         found.run(ns, "work")
         found.wait(found.start(op, ranks, n_bytes, "tensor", "all" if ranks else ""))
@@ -100,7 +100,7 @@ def test_a_host_moves_bytes_itself_and_nothing_hides_them():
 
 def test_what_computation_hides_does_not_count():
     found = Recorder()
-    found.is_on = True
+    found.begin()
     number = found.start("all-gather", (0, 1), 10**9, "tensor", "all")  # 5 ms and a step
     found.run(4_000_000, "work")
     found.wait(number)

@@ -15,7 +15,7 @@ GB = 10**9
 
 def step(**changes: Any) -> dict[str, Any]:
     """A host of two ranks below a root. Each computes, then gathers 2,000 bytes; the second reads and copies, too."""
-    gather = (_C.PLAN_ALL_GATHER, 0, 0, 0, 2000)
+    gather = (_C.PLAN_OPS["all-gather"], 0, 0, 0, 2000)
     first = [(_C.PLAN_RUN, 100), (_C.PLAN_START, 0), (_C.PLAN_WAIT, 0)]
     second = [*first, (_C.PLAN_START, 1), (_C.PLAN_START, 2), (_C.PLAN_WAIT, 1), (_C.PLAN_WAIT, 2)]
     given = {
@@ -23,7 +23,7 @@ def step(**changes: Any) -> dict[str, Any]:
         "ranks": [(1, 0, 1_000_000, 2 * GB, 5, 0), (1, 1, 2_000_000, 2 * GB, 5, GB)],
         "programs": [
             (first, [gather]),
-            (second, [gather, (_C.PLAN_READ, 0, 0, 0, 400), (_C.PLAN_COPY, 0, 1, 0, 300)]),
+            (second, [gather, (_C.PLAN_OPS["read"], 0, 0, 0, 400), (_C.PLAN_OPS["copy"], 0, 1, 0, 300)]),
         ],
         "groups": [[0, 1]],
         "group_of": [[0], [0]],
@@ -53,7 +53,7 @@ def test_each_field_comes_from_the_core():
 
 def test_pulls_and_messages():
     for flags, wanted in ((0, 10 + 2000), (_C.PLAN_PULL, 30 + 2 * 2000)):
-        program = [(_C.PLAN_START, 0), (_C.PLAN_WAIT, 0)], [(_C.PLAN_MESSAGE, 0, 0, flags, 2000)]
+        program = [(_C.PLAN_START, 0), (_C.PLAN_WAIT, 0)], [(_C.PLAN_OPS["message"], 0, 0, flags, 2000)]
         ranks = [(1, 0, 1_000_000, 2 * GB, 5, 0)] * 2
         found = _C.plan_simulate(**step(programs=[program], ranks=ranks, shown=[], groups=[[1, 0]]))
         assert found.makespan_ns == wanted, flags
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_named(changes, says):
 
 
 def test_a_rank_that_waits_for_ever_is_named():
-    transfers = [(_C.PLAN_ALL_REDUCE, 0, 0, 0, 8), (_C.PLAN_ALL_TO_ALL, 1, 0, 0, 8)]
+    transfers = [(_C.PLAN_OPS["all-reduce"], 0, 0, 0, 8), (_C.PLAN_OPS["all-to-all"], 1, 0, 0, 8)]
     programs = [
         ([(_C.PLAN_START, i), (_C.PLAN_WAIT, i), (_C.PLAN_START, 1 - i), (_C.PLAN_WAIT, 1 - i)], transfers)
         for i in range(2)
