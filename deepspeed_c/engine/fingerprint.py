@@ -18,8 +18,8 @@ from deepspeed_c.errors import DeepSpeedCError, RankMismatchError, StateError
 
 __all__ = ["RankPrints"]
 
-# Bytes of copies that wait for a pass of the threads, at most by one piece more: so many that the threads' start and end
-# do not count.
+# Bytes of copies that wait for a pass of the threads, at most by one piece more: so many that the start and end of the
+# threads do not count.
 COPIED_BYTES = 256 << 20
 
 # What a rank says of its pieces beside their checksums.
@@ -142,7 +142,7 @@ class RankPrints:
     def _of_all_stages(self, sums: Sequence[int]) -> Iterable[tuple[_PieceKey, int]]:
         """The tensors, each once, and their sums. Raises RankMismatchError if stages that share a tensor differ in
         it."""
-        if all(whole.stage == 0 for whole in self._wholes):
+        if len({whole.stage for whole in self._wholes}) <= 1:
             return zip(self._wholes, sums, strict=True)
         found: dict[_PieceKey, int] = {}
         for whole, crc in zip(self._wholes, sums, strict=True):
@@ -165,7 +165,7 @@ class RankPrints:
         """The places of the pieces, and each piece's contribution to the CRC of its tensor."""
         held: list[_PieceKey] = []
         crcs: list[int] = []
-        batch: list[_Part] = []
+        batch: list[_HostPart] = []
         n_copied = 0
         for piece in pieces:
             place = _place_of(piece, self._stage)
@@ -174,7 +174,7 @@ class RankPrints:
             data = piece.data
             is_deferred = not isinstance(data, torch.Tensor)
             for part, host in _host_parts(piece, place):
-                batch.append(_Part(len(crcs) - 1, place, part, host))
+                batch.append(_HostPart(len(crcs) - 1, place, part, host))
                 # Elements of a box may have been copied before. Views of states and weights cost no memory.
                 if is_deferred or piece.box is not None or host.data_ptr() != data.data_ptr():
                     n_copied += host.nbytes
@@ -186,7 +186,7 @@ class RankPrints:
         return held, crcs
 
 
-class _Part(NamedTuple):
+class _HostPart(NamedTuple):
     index: int
     """Of its piece, in the pieces of the rank."""
     place: _PieceKey
@@ -194,7 +194,7 @@ class _Part(NamedTuple):
     host: torch.Tensor
 
 
-def _add_crcs(batch: list[_Part], crcs: list[int]) -> None:
+def _add_crcs(batch: list[_HostPart], crcs: list[int]) -> None:
     """Adds the parts of ``batch`` to ``crcs``, and empties it."""
     sums = _C.crc32c_parts(
         [(place.shape, part, place.dtype.itemsize, _bytes_of(host)) for _, place, part, host in batch]

@@ -348,7 +348,8 @@ def _states(
     unit: Unit, fragment: Fragment, kinds: Mapping[str, torch.dtype], optimizer: ZeroOptimizer, reading: Reading
 ) -> Iterator[tuple[str, torch.Tensor | Deferred]]:
     """(kind, a fragment's elements, flat) of the masters, where the parameter is not its own master, and of each state
-    of the optimizer. kinds: as ``Pieces.kinds`` returns them. Elements that are no view of the state's own memory are read through ``reading``."""
+    of the optimizer. kinds: as ``Pieces.kinds`` returns them. Elements that are no view of the state's own memory are
+    read through ``reading``."""
     slot = fragment.slot
     for key in kinds:
         if key in (PARAM, MASTER, BUFFER):
