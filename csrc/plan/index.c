@@ -122,12 +122,12 @@ static dsc_status check_transfer(const struct dsc_plan_step *step, int64_t numbe
     if (ops[transfer->op].has_group)
         CHECK_FIELDS("transfer", number, {"axis", transfer->axis, 0, step->n_axes - 1});
     if ((transfer->flags & ~((may_be_pull ? DSC_PLAN_PULL : 0) | (may_be_two_levels ? DSC_PLAN_TWO_LEVELS : 0))) != 0)
-        return dsc_fail(DSC_EINVAL, "flags of transfer %lld, a %s, are %d", (long long)number, ops[transfer->op].name,
-                        (int)transfer->flags);
+        return dsc_fail(DSC_EINVAL, "flags of transfer %lld (%s) are %d, which it cannot have", (long long)number,
+                        ops[transfer->op].name, (int)transfer->flags);
     return DSC_OK;
 }
 
-/* numbers: of the program's transfers, -1 for one that has not started; counts the starts. */
+/* Marks started transfers of the program with 0 in numbers, the others with -1. */
 static dsc_status check_program(const struct dsc_plan_step *step, int32_t program, int32_t *numbers)
 {
     int64_t begin = step->action_begins[program];
@@ -284,7 +284,7 @@ static dsc_status index_groups(struct plan_index *index)
     return DSC_OK;
 }
 
-/* Compares what two ranks of a group start. */
+/* Compares the transfers that two ranks of a group start. */
 static dsc_status compare(const struct plan_index *index, int32_t number, int32_t first, int32_t second)
 {
     const struct dsc_plan_step *step = index->step;
@@ -301,8 +301,8 @@ static dsc_status compare(const struct plan_index *index, int32_t number, int32_
 
         if (a->op != b->op || a->amount != b->amount || a->flags != b->flags)
             return dsc_fail(DSC_EINVAL,
-                            "transfer %lld of group %d is a %s of %lld bytes, flags %d, on rank %d, and a %s of %lld "
-                            "bytes, flags %d, on rank %d",
+                            "transfer %lld of group %d is %s of %lld bytes (flags %d) on rank %d, and %s of %lld bytes "
+                            "(flags %d) on rank %d",
                             (long long)k, (int)number, ops[a->op].name, (long long)a->amount, (int)a->flags, (int)first,
                             ops[b->op].name, (long long)b->amount, (int)b->flags, (int)second);
     }
@@ -312,7 +312,7 @@ static dsc_status compare(const struct plan_index *index, int32_t number, int32_
     return DSC_OK;
 }
 
-/* Whether the group can do what its first rank starts. */
+/* Checks that the group can carry out the transfers of its first rank. */
 static dsc_status check_group(const struct plan_index *index, int32_t number)
 {
     const struct dsc_plan_step *step = index->step;

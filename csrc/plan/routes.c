@@ -1,13 +1,13 @@
-/* Which streams a collective sends over which links of the tree. */
+/* Streams of a collective over the links of the tree. */
 #include "base/fail.h"
 #include "plan/simulate.h"
 
 #include <stdlib.h>
 
-/* What lies below a node, as far as it has been added, see turn(). */
+/* The branches below a node that turn() has added so far. */
 struct plan_branch {
-    int64_t sent;      /* weight of what sends */
-    int64_t received;  /* weight of what receives */
+    int64_t sent;      /* the weight of senders */
+    int64_t received;  /* the weight of receivers */
     int64_t turned;    /* streams between two branches */
     int64_t height_ns; /* the largest latency from a rank to this node */
     int64_t way_ns;    /* the largest latency between two branches */
@@ -119,7 +119,7 @@ static void clear_branches(struct plan_router *router)
 }
 
 /*
- * Adds what ranks of a node send up and down their ports, and the branches that they are.
+ * Adds the streams at the ports of all ranks, and adds the ranks to their nodes as branches.
  *
  * Each to each: each rank is a branch that sends a stream to each other. Between nodes, a stream carries the slice of
  * one rank: of sums, a node's ranks send a slice to each rank of other nodes, and share in sending; of slices, each
@@ -183,7 +183,8 @@ static void add_crossing(struct plan_router *router, const struct plan_group *gr
     clear_branches(router);
 }
 
-/* Adds a ring on each node. A stream carries what it carries on the node with most ranks. */
+/* Adds a ring on each node. Streams are as large as on the node with most ranks; smaller nodes count parts of a stream.
+ */
 static void add_inside(struct plan_router *router, const struct plan_group *group, int64_t *step_ns)
 {
     const struct dsc_plan_step *step = router->index->step;
@@ -207,7 +208,7 @@ static void add_inside(struct plan_router *router, const struct plan_group *grou
     clear_branches(router);
 }
 
-/* Moves the loads into a list, those with a limit first. */
+/* Moves the loads into a list, first the loads on resources with a limit. */
 static dsc_status collect(struct plan_router *router, struct plan_route *route)
 {
     struct plan_load *loads = malloc(((size_t)router->n_touched + 1) * sizeof *loads);

@@ -7,7 +7,7 @@
 
 #define NONE (-1)
 
-/* what of an event: a rank, a rank's lane, a flow, a flow. */
+/* Kinds of events. Their `what` is a rank, a rank's lane, a flow, a flow. */
 enum { RANK_GOES_ON, WORK_ENDS, FLOW_JOINS, FLOW_ENDS };
 
 struct rank_state {
@@ -46,7 +46,7 @@ struct run {
     bool *is_over;                  /* transfers of all ranks */
     int64_t *exposed_ns;            /* transfers of all ranks */
     int64_t *carried;               /* bytes on each resource */
-    struct plan_load *single_loads; /* of each resource: one stream */
+    struct plan_load *single_loads; /* one stream on each resource */
     struct dsc_plan_usage *usage;
     struct dsc_plan_span *actions;   /* of shown ranks */
     struct dsc_plan_span *transfers; /* of shown ranks */
@@ -165,7 +165,7 @@ static __int128 ceil_div(__int128 a, __int128 b)
     return (a + b - 1) / b;
 }
 
-/* The place of a transfer in lists of those of all ranks. */
+/* The place of a rank's transfer in lists of the transfers of all ranks. */
 static int64_t place(const struct run *run, int32_t rank, int32_t transfer)
 {
     return run->index.first_transfer[rank] + transfer;
@@ -178,7 +178,7 @@ static struct plan_group *group_of(struct run *run, int32_t rank, const struct d
     return &run->index.groups[step->group_of[(int64_t)rank * step->n_axes + transfer->axis]];
 }
 
-/* Which transfer of its axis it is, on all ranks of the group. */
+/* The k of a transfer: the k-th of its axis on all ranks of the group. */
 static int32_t number_of(const struct run *run, int32_t rank, int32_t transfer)
 {
     const struct dsc_plan_step *step = run->index.step;
@@ -461,7 +461,7 @@ static bool may_pull(const struct plan_group *group, const struct dsc_plan_trans
     return instance->n_ready == (transfer->op == DSC_PLAN_MESSAGE ? 1 : group->n);
 }
 
-/* A rank has started a pull: the last one that the others wait for wakes them. */
+/* Counts a rank's start of a pull. The last start that a pull needs wakes the ranks that wait for it. */
 static dsc_status start_pull(struct run *run, int32_t rank, int32_t number)
 {
     const struct dsc_plan_transfer *transfer = plan_transfer(run->index.step, rank, number);

@@ -1,4 +1,4 @@
-/* Shared by the files of this folder: what is known of a step before it runs, the loads of collectives, shared links.
+/* Shared by the files of this folder: the index of a step, the loads of collectives, shared links.
  */
 #ifndef DSC_PLAN_SIMULATE_H
 #define DSC_PLAN_SIMULATE_H
@@ -36,7 +36,7 @@ struct plan_load {
     int32_t resource;
 };
 
-/* Which streams a group moves in one go. */
+/* The streams that a group moves in one go. */
 enum plan_shape {
     PLAN_RING,
     PLAN_EACH_TO_EACH,
@@ -49,7 +49,7 @@ enum plan_shape {
 
 /* A shape on the links of one group. */
 struct plan_route {
-    struct plan_load *loads; /* owned; NULL until someone asks. Those on resources with a limit come first */
+    struct plan_load *loads; /* owned; NULL until someone asks. Loads on resources with a limit come first */
     int32_t n_limited;
     int32_t n_loads;
     int64_t step_ns; /* the largest latency of a stream's way */
@@ -66,19 +66,19 @@ struct plan_group {
     struct plan_route routes[PLAN_N_SHAPES];
 };
 
-/* What is known of a step before it runs. */
+/* All that a step says before it runs. */
 struct plan_index {
     const struct dsc_plan_step *step;
     struct plan_group *groups;
-    int64_t *capacities;     /* of each resource in bytes/s, 0: no limit */
-    int32_t *depths;         /* of each node, 0 for the root */
-    int64_t *first_transfer; /* n_ranks + 1: where a rank's transfers begin in lists of those of all ranks */
-    int32_t *numbers;        /* of each program's transfers: which one on its axis, in the order of START */
+    int64_t *capacities;     /* each resource's rate in bytes/s, 0: no limit */
+    int32_t *depths;         /* each node's distance from the root */
+    int64_t *first_transfer; /* n_ranks + 1: begins of the ranks in lists of the transfers of all ranks */
+    int32_t *numbers;        /* each transfer's place on its axis, in the order of START */
     int32_t *by_lane;        /* transfers of each program's lanes, in the order of START, pulls left out */
     int64_t *lane_begins;    /* n_programs * n_lanes + 1 */
     int32_t *by_axis;        /* transfers of each program's axes, in the order of START */
     int64_t *axis_begins;    /* n_programs * n_axes + 1 */
-    int32_t *read_nodes;     /* of each node: whose file its ranks read, or -1 */
+    int32_t *read_nodes;     /* each node's nearest node with a file to read, or -1 */
     int32_t *write_nodes;
     int64_t n_instances;
     int32_t *node_counts; /* n_nodes, scratch */
@@ -106,7 +106,7 @@ static inline int32_t plan_kth(const struct plan_index *index, int32_t rank, int
 bool dsc_plan_has_group(int32_t op);
 const char *dsc_plan_op_name(int32_t op);
 
-/* One of the flows that a transfer consists of: streams of n_bytes each, after some steps of latency. */
+/* A flow of a transfer: streams of n_bytes each, after some steps of latency. */
 struct plan_phase {
     enum plan_shape shape;
     int64_t n_bytes;
@@ -143,12 +143,12 @@ dsc_status dsc_plan_route(struct plan_router *router, struct plan_group *group, 
 #define PLAN_WORK_OF_A_BYTE ((__int128)1000000000 * PLAN_RATE_UNITS)
 
 struct plan_flow {
-    __int128 work; /* of each stream that was left at since_ns */
-    __int128 rate; /* of each stream; 0 before the first share */
+    __int128 work; /* left of each stream at since_ns */
+    __int128 rate; /* a stream's; 0 before the first share */
     int64_t since_ns;
     const struct plan_load *loads; /* with a limit */
     int32_t n_loads;
-    int32_t version; /* of the rate: an end that was computed for another version is void */
+    int32_t version; /* the rate's: ends computed for another version are void */
     int64_t owner;   /* the simulator's */
     int32_t phase;   /* the simulator's */
     int32_t mark;
@@ -159,7 +159,7 @@ struct plan_link {
     __int128 left; /* rate times parts */
     __int128 share;
     int64_t parts;
-    int32_t *flows; /* owned: those that cross it */
+    int32_t *flows; /* owned: flows that cross it */
     int32_t n_flows;
     int32_t capacity;
     int32_t mark;
@@ -172,8 +172,8 @@ struct plan_sharing {
     struct plan_link *links;
     struct plan_flow *flows;
     int32_t *free_flows;
-    int32_t *touched;   /* links: those on which flows came or went, then those that it concerns */
-    int32_t *concerned; /* flows whose rates are computed, then those whose rates have changed */
+    int32_t *touched;   /* links with another set of flows, then all links that this concerns */
+    int32_t *concerned; /* flows under computation, then flows with another rate */
     int32_t n_links;
     int32_t n_flows;
     int32_t n_free;

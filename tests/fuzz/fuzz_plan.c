@@ -165,7 +165,7 @@ struct naive_phase {
     double stream_bytes;
 };
 
-/* A transfer of a group, or of a rank; one that is over keeps its entry. */
+/* A transfer of a group, or of a rank. It keeps its entry when it is over. */
 struct naive_flow {
     struct naive_phase phases[MAX_PHASES + 1]; /* the last one is empty: of a flow that is over */
     int n_phases;
@@ -182,7 +182,7 @@ struct naive {
     const struct given *given;
     double rates[MAX_RESOURCES]; /* bytes/ns; 0: no limit */
     double carried[MAX_RESOURCES];
-    struct naive_flow flows[MAX_RANKS][MAX_TRANSFERS]; /* of a group: at its first rank */
+    struct naive_flow flows[MAX_RANKS][MAX_TRANSFERS]; /* a group's flow is its first rank's */
     double run_left[MAX_RANKS];
     double pull_left[MAX_RANKS];
     double exposed[MAX_RANKS][MAX_TRANSFERS];
@@ -191,7 +191,7 @@ struct naive {
     int next[MAX_RANKS];
     bool has_started[MAX_RANKS][MAX_TRANSFERS];
     double now;
-    double last; /* the last moment at which something ended */
+    double last; /* the end of the last transfer or action */
 };
 
 static const struct dsc_plan_transfer *transfer_of(const struct given *given, int32_t rank, int32_t i)
@@ -566,7 +566,7 @@ static void fill(struct naive *naive)
     }
 }
 
-/* Goes to the next whole ns at which something ends. False: nothing goes on. */
+/* Goes to the next whole ns with an end. False: nothing goes on. */
 static bool advance(struct naive *naive)
 {
     double ns = INFINITY;

@@ -1,10 +1,10 @@
 /*
- * The time of a step on many ranks, simulated from what each rank does: no tensor, no process, integers only.
+ * The time of a step on many ranks, simulated from each rank's list of actions: no tensor, no process, integers only.
  *
  * A *program* is the list of one rank's actions: it computes (RUN), starts a transfer, or waits for one. Ranks that do
  * the same share a program. A *transfer* is a collective over a group, a copy, a read or write of a file, or work
- * beside the program. Transfers run beside the program in *lanes*: those of one lane one after the other, in the order
- * in which the program starts them.
+ * beside the program. Transfers run beside the program in *lanes*: a lane runs one transfer after the other, in the
+ * order of their starts.
  *
  * [Note: tree of links] Ranks hang on *nodes* (hosts), each through a port of its own. Nodes hang on other nodes
  * (racks), each by a link. Ports and links have two directions with a rate each. A node has an inner rate too, which
@@ -68,9 +68,9 @@ enum dsc_plan_action_kind {
     X(BROADCAST, "broadcast", true)           /* from the group's first rank */                         \
     X(MESSAGE, "message", true)               /* a group of two: its first rank sends to its second */  \
     X(COPY, "copy", false)                    /* between a rank's device and its host */                \
-    X(READ, "read", false)                    /* of the file of the nearest node with a read rate */    \
-    X(WRITE, "write", false)                  /* of the file of the nearest node with a write rate */   \
-    X(WORK, "work", false)                    /* amount is ns: runs on its lane, whatever slow_ppm is */
+    X(READ, "read", false)                    /* from the nearest node with a read rate */              \
+    X(WRITE, "write", false)                  /* to the nearest node with a write rate */               \
+    X(WORK, "work", false)                    /* runs on its lane; amount is ns, and slow_ppm has no effect */
 
 enum dsc_plan_op {
 #define DSC_PLAN_ENUM(name, text, has_group) DSC_PLAN_##name,
@@ -126,7 +126,7 @@ struct dsc_plan_action {
 
 struct dsc_plan_transfer {
     int32_t op;
-    int32_t axis; /* of the group; ignored for a transfer without one */
+    int32_t axis; /* the group's; ignored for a transfer without a group */
     int32_t lane;
     int32_t flags;
     int64_t amount; /* bytes, or ns of WORK */
@@ -175,12 +175,12 @@ struct dsc_plan_traffic {
     int64_t written_bytes;
 };
 
-/* The arrays are the caller's; those that may be NULL are left out. */
+/* The arrays are the caller's. A NULL array is not written, if it may be NULL. */
 struct dsc_plan_times {
     int64_t makespan_ns;             /* the end of the last program and the last transfer that was not a pull */
     struct dsc_plan_usage *ranks;    /* n_ranks */
     struct dsc_plan_traffic *nodes;  /* n_nodes */
-    int64_t *exposed_ns;             /* may be NULL: of each transfer of rank 0's program, of rank 1's...: what its
+    int64_t *exposed_ns;             /* may be NULL: each transfer of rank 0, of rank 1...: the ns that its
                                         waits took */
     struct dsc_plan_span *actions;   /* may be NULL: each action of each shown rank */
     struct dsc_plan_span *transfers; /* may be NULL: each transfer of each shown rank: from its first byte's latency

@@ -187,7 +187,7 @@ static void test_two_levels(void)
         }
 }
 
-/* Hosts of 4 and 2 ranks: what is sent between hosts is what the other host needs, in equal parts. */
+/* Hosts of 4 and 2 ranks: a host sends the slices that the other host needs, in equal parts. */
 static void test_unequal_hosts(void)
 {
     const int64_t slice = 1000000;
@@ -247,7 +247,7 @@ static void test_sharing(void)
     CHECK_EQ(world.times.makespan_ns, 30000000);
 }
 
-/* Lanes: in order within one, beside each other otherwise; copies of a rank share its rate, files that of a host. */
+/* Lanes: in order within one, beside each other otherwise; copies share the rank's rate, files the node's. */
 static void test_lanes(void)
 {
     int64_t first;
@@ -419,7 +419,7 @@ static void test_refused(void)
 {
     TEST_CASE("refused");
 #define REFUSED(change, status, word) (fill_refused(), (change), CHECK_ERROR(simulate(&world), status, word))
-    REFUSED(world.transfers[1].amount = 16, DSC_EINVAL, "transfer 0 of group 0 is a all-reduce of 8 bytes, flags 0, on rank 0, and a all-reduce of 16 bytes, flags 0, on rank 2");
+    REFUSED(world.transfers[1].amount = 16, DSC_EINVAL, "transfer 0 of group 0 is all-reduce of 8 bytes (flags 0) on rank 0, and all-reduce of 16 bytes (flags 0) on rank 2");
     REFUSED(world.transfers[1].op = DSC_PLAN_ALL_GATHER, DSC_EINVAL, "all-gather of 8 bytes");
     REFUSED(world.step.n_ranks = 2, DSC_EINVAL, "group 0 has 3 members, and 2 ranks name it");
     REFUSED(world.members[2] = 0, DSC_EINVAL, "rank 0 is a member of group 0 twice");
@@ -429,7 +429,7 @@ static void test_refused(void)
     REFUSED(world.transfers[0].axis = 1, DSC_EINVAL, "rank 0 starts a transfer on axis 1, and has no group there");
     REFUSED(world.transfers[0].axis = 4, DSC_EINVAL, "axis of transfer 0 is 4, must be in [0, 3]");
     REFUSED(world.transfers[0].lane = 4, DSC_EINVAL, "lane of transfer 0 is 4");
-    REFUSED(world.transfers[0].flags = DSC_PLAN_PULL | DSC_PLAN_TWO_LEVELS, DSC_EINVAL, "flags of transfer 0, a all-reduce, are 3");
+    REFUSED(world.transfers[0].flags = DSC_PLAN_PULL | DSC_PLAN_TWO_LEVELS, DSC_EINVAL, "flags of transfer 0 (all-reduce) are 3");
     REFUSED((world.transfers[0].flags = world.transfers[1].flags = DSC_PLAN_PULL), DSC_EINVAL, "pull_bytes_per_s of node 1");
     REFUSED((world.transfers[0].op = world.transfers[1].op = DSC_PLAN_MESSAGE), DSC_EINVAL, "rank 0 starts a message in group 0 of 3 ranks");
     REFUSED(world.transfers[0].op = DSC_PLAN_READ, DSC_EINVAL, "rank 0 starts a read, and no node");
@@ -452,6 +452,55 @@ static void test_refused(void)
     REFUSED((world.transfers[0].amount = world.transfers[1].amount = DSC_PLAN_MAX_AMOUNT, world.ranks[0].port_bytes_per_s = 1), DSC_EOVERFLOW, "the step takes more than");
     CHECK_STATUS(dsc_plan_simulate(NULL, &world.times), DSC_EINVAL);
     CHECK_STATUS(dsc_plan_simulate(&world.step, NULL), DSC_EINVAL);
+}
+
+/*
+ * Random steps of collectives alone: a rank that is slower in its computations never ends the step earlier, and twice
+ * the bytes at twice the rates take the same time.
+ */
+static void test_slower_and_scaled(void)
+{
+    uint64_t state = 11;
+
+    for (int round = 0; round < 200; round++) {
+        int32_t hosts = (int32_t)(1 + test_below(&state, 4));
+        int32_t k = (int32_t)(1 + test_below(&state, 5));
+        int64_t n_bytes = 1;
+        int64_t makespan_ns;
+
+        TEST_CASE("slower and scaled, round %d", round);
+        clear_world(&world);
+        for (int32_t i = 2; i <= hosts * k; i++) /* every part is a whole number of bytes */
+            n_bytes = n_bytes % i == 0 ? n_bytes : n_bytes * i;
+        add_hosts(&world, hosts, k, (1 + test_below(&state, 50)) * GB, test_below(&state, 500), (1 + test_below(&state, 50)) * GB,
+                  test_below(&state, 5000));
+        for (int32_t i = 0; i < hosts; i++)
+            add_group(&world, 0, i * k, 1, k);
+        for (int32_t i = 0; i < k; i++)
+            add_group(&world, 1, i, k, hosts);
+        add_program(&world);
+        for (int i = 0; i < 12; i++) {
+            act(&world, DSC_PLAN_RUN, test_below(&state, 3000));
+            transfer(&world, (int32_t)test_below(&state, DSC_PLAN_BROADCAST + 1), i % 2, 0, 0, n_bytes * (1 + test_below(&state, 1 + 100000 / n_bytes)) % DSC_PLAN_MAX_AMOUNT);
+        }
+        CHECK_STATUS(simulate(&world), DSC_OK);
+        makespan_ns = world.times.makespan_ns;
+        for (int64_t i = 0; i < world.transfer_begins[1]; i++)
+            world.transfers[i].amount *= 2;
+        for (int32_t i = 0; i < world.step.n_ranks; i++)
+            world.ranks[i].port_bytes_per_s *= 2;
+        for (int32_t i = 0; i < world.step.n_nodes; i++)
+            world.nodes[i].bytes_per_s *= 2;
+        CHECK_STATUS(simulate(&world), DSC_OK);
+        /* Rates are rounded down to 1/4096 byte/s: both times may be later by a ns for each transfer. */
+        test_report(llabs(world.times.makespan_ns - makespan_ns) <= 24, __FILE__, __LINE__, "%" PRId64 " ns and %" PRId64 " ns",
+                    world.times.makespan_ns, makespan_ns);
+        makespan_ns = world.times.makespan_ns;
+        world.ranks[test_below(&state, hosts * k)].slow_ppm = 1000000 + test_below(&state, 2000000);
+        CHECK_STATUS(simulate(&world), DSC_OK);
+        test_report(world.times.makespan_ns >= makespan_ns, __FILE__, __LINE__, "slower: %" PRId64 " ns, before: %" PRId64 " ns",
+                    world.times.makespan_ns, makespan_ns);
+    }
 }
 
 /* 128 hosts of 8: n_rounds of a gather inside hosts, a sum over all ranks, and a sum between equal ranks of hosts. */
@@ -516,6 +565,7 @@ int main(void)
     test_messages();
     test_deadlocks();
     test_refused();
+    test_slower_and_scaled();
     test_large();
     clear_world(&world);
     return test_finish(__FILE__);
