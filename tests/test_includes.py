@@ -27,7 +27,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "quant": ("quant/", "cpu/", "base/", "dsc/"), "optim": ("optim/", "quant/", "cpu/", "base/", "dsc/"),
     "nn": ("nn/", "cpu/", "base/", "dsc/"), "infer": ("infer/", "nn/", "cpu/", "base/", "dsc/"), "moe": ("nn/", "cpu/", "base/", "dsc/"),
     "accel": ("accel/", "base/", "dsc/"), "aio": ("aio/", "base/", "dsc/"), "ckpt": ("ckpt/", "base/", "dsc/"),
-    "comm": ("comm/", "cpu/", "base/", "dsc/"), "cuda": ("cuda/", "dsc/"),
+    "sums": ("cpu/", "base/", "dsc/"), "comm": ("comm/", "cpu/", "base/", "dsc/"), "cuda": ("cuda/", "dsc/"),
 }  # fmt: skip
 
 # The table of an accelerator refers to spans and tensors, and gradients are spans. The umbrella header includes all
@@ -35,6 +35,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
 MAY_INCLUDE_TOO: dict[str, tuple[str, ...]] = {
     "cuda/nn_math.cuh": ("cpu/gelu.inc",),  # a table of numbers that device and host share
     "cuda/quant_math.cuh": ("quant/format.h",),  # the scale of a group
+    "include/dsc/sums.h": ("dsc/flat.h", "dsc/status.h", "dsc/types.h"),
     "include/dsc/accel.h": (
         "dsc/flat.h", "dsc/moe.h", "dsc/moe_calls.inc", "dsc/nn.h", "dsc/nn_calls.inc", "dsc/optim.h", "dsc/quant.h",
         "dsc/quant_calls.inc", "dsc/tp.h",

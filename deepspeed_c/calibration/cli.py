@@ -1,4 +1,4 @@
-"""The command ``deepspeed_c plan``, with what it takes to measure this machine (``--simulate --calibrate``)."""
+"""The command ``deepspeed_c plan``, with measurements of this machine (``--simulate --calibrate``)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["RankPrints"]
 # threads do not count.
 COPIED_BYTES = 256 << 20
 
-# What a rank says of its pieces beside their checksums.
+# The state of a rank's pieces, beside their checksums.
 _AS_BEFORE, _OTHERS, _FAILED = range(3)
 
 

@@ -12,7 +12,7 @@ __all__ = ["Computing", "ModuleWork"]
 
 
 class ModuleWork(NamedTuple):
-    """How long a rank computes, in ns."""
+    """Times of a rank's computations, in ns."""
 
     forward: Mapping[str, int]  # by the module whose own operators these are, for one micro-batch
     backward: Mapping[str, int]

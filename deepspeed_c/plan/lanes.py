@@ -12,12 +12,12 @@ _LEFT_PX, _TOP_PX, _WIDTH_PX, _LANE_PX, _BAR_PX = 110, 44, 1000, 40, 26
 _COLOURS = {"compute": "#4c72b0", "wait": "#dddddd"}
 _OF_LINKS = ("#dd8452", "#55a868", "#8172b3", "#c44e52")
 _N_TICKS = 8
-# Spans of less are not drawn: nobody sees them.
+# Shorter spans are not drawn: nobody sees them.
 _LEAST_PX = 0.05
 
 
 def draw_lanes(step: SimulatedStep) -> str:
-    """Draws what the first rank computes, when it waits, and what crosses each link meanwhile."""
+    """Draws the computations and waits of the first rank, and the transfers on each link meanwhile."""
     lanes = list(dict.fromkeys(["compute", *(span.lane for span in step.spans if span.lane != "wait")]))
     end_ns = max([round(step.seconds * 1e9), *(span.end_ns for span in step.spans)], default=1) or 1
     bottom = _TOP_PX + _LANE_PX * len(lanes)

@@ -67,7 +67,7 @@ class Machine(NamedTuple):
 
     name: str
     source: str
-    """Where the numbers come from."""
+    """Of the numbers."""
     device: str
     """``cpu`` or ``cuda``."""
     flops: Mapping[str, float]
@@ -88,7 +88,7 @@ class Machine(NamedTuple):
     operators: Mapping[str, int]
     """Measured time in ns by signature."""
     sources: Mapping[str, str]
-    """Where a number comes from, by the name of the field."""
+    """Sources of single numbers, by the name of the field."""
 
 
 class Operator(NamedTuple):

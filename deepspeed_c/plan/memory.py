@@ -595,7 +595,7 @@ class RankWalk:
             self.step()
 
     def record_step(self) -> Recorder:
-        """What the rank does in a step, after the engine has learnt its order of use."""
+        """The program of the rank in a step, after the engine has learnt its order of use."""
         self.initialize()
         for _ in range(N_WINDOWS - 1):
             self.window(Activations())

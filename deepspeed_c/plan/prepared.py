@@ -1,5 +1,4 @@
-"""What a plan is made from: the configuration as it is resolved, the model as it is cut and spread, its sizes and its
-optimizer."""
+"""The inputs of a plan: the resolved configuration, the model as it is cut and spread, its sizes and its optimizer."""
 
 from __future__ import annotations
 

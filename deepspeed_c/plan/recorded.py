@@ -1,5 +1,5 @@
-"""What a rank does in a step, in order, as the engine's own objects do it: computations, collectives and files, with
-their starts and waits."""
+"""The program of a rank in a step: its computations, collectives and files in order, with their starts and waits, as
+the engine's own objects run them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ __all__ = ["ThisMachine", "add_options", "run"]
 
 
 class ThisMachine(NamedTuple):
-    """How the machine that the command runs on is measured."""
+    """Measurements of the machine on which the command runs."""
 
     device_type: str
     calibrate: Callable[[int, Sequence[TimedOperator], Path], Machine]
@@ -94,7 +94,7 @@ def _find(options: argparse.Namespace, script: str, arguments: Sequence[str], n_
 
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:
-    """What a sample is, as ``plan_step`` takes it."""
+    """The shape of a sample, as ``plan_step`` takes it."""
     sample = None if options.sample is None else tuple(_count(word, "--sample") for word in options.sample.split("x"))
     return {"n_tokens": None if options.seq is None else _count(options.seq, "--seq"), "sample": sample}
 

@@ -1,5 +1,4 @@
-"""A simulated training step of a script's model: what a rank computes, what it exchanges, and how long that takes on a
-cluster."""
+"""A simulated training step of a script's model, on a cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ __all__ = ["PlannedStep", "StepPlan", "plan_step", "prepare_step"]
 
 
 class StepPlan(NamedTuple):
-    """What a rank does in a step, before it is known how long it takes."""
+    """The work of a rank in a step, without times."""
 
     prepared: Prepared
     batch: ForwardShape
@@ -78,7 +77,7 @@ class PlannedStep(NamedTuple):
 
 
 def _batch_of(found: Found, n_samples: int, n_tokens: int | None, sample: tuple[int, ...] | None) -> ForwardShape:
-    """What a rank's forward is given. Tokens that nobody names are as many as the model's own configuration allows.
+    """The inputs of a rank's forward. By default a sample has as many tokens as the model's own configuration allows.
     Raises ConfigError if neither says it."""
     if n_tokens is None and sample is None:
         own = getattr(found.model, "config", None)

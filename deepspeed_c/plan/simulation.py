@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from deepspeed_c import _C
 from deepspeed_c.errors import ConfigError, FeatureError
@@ -22,7 +22,7 @@ _KINDS = {RUN: _C.PLAN_RUN, START: _C.PLAN_START, WAIT: _C.PLAN_WAIT}
 
 _USUAL_PPM = 1_000_000  # of the time in which a rank computes
 
-# The names of a ledger's operations are the core's, but for those that are another one in disguise.
+# Operations of a ledger that the core knows by another name.
 _SAME_AS = {"barrier": "all-gather"}
 _IN_TWO_LEVELS = ("all-gather", "reduce-scatter", "all-reduce")
 
@@ -35,7 +35,7 @@ class Cluster(NamedTuple):
     per_host: int
     """Ranks of a host; the last host may have fewer."""
     slow: Mapping[int, float] = MappingProxyType({})
-    """How many times longer a rank computes."""
+    """rank -> the factor by which it computes longer."""
 
     @property
     def n_hosts(self) -> int:
@@ -85,8 +85,7 @@ class SimulatedStep(NamedTuple):
 def _families(patterns: Iterable[tuple[int, ...]], n_ranks: int) -> dict[tuple[int, ...], list[list[int]]]:
     """The groups of all ranks along each axis, from the group of the first rank.
 
-    Ranks lie on a grid, so the groups along an axis are the first rank's group, moved. A pattern that does not cover
-    all ranks so is an error of the planner itself.
+    Ranks lie on a grid, so the groups along an axis are the first rank's group, moved.
     """
     found: dict[tuple[int, ...], list[list[int]]] = {}
     for pattern in patterns:
@@ -115,8 +114,7 @@ def _level_of(group: Sequence[int], sizes: Sequence[int]) -> int:
 
 
 def simulate(recorder: Recorder, cluster: Cluster, flops: Mapping[str, int]) -> SimulatedStep:
-    """Runs the program that ``recorder`` holds on all ranks of ``cluster``. flops: of the products in a rank's step, by
-    dtype.
+    """Runs the program in ``recorder`` on all ranks of ``cluster``. flops: of the products in a rank's step, by dtype.
 
     Raises ConfigError if the machine lacks a link or a rate that the step needs.
     """
@@ -134,7 +132,7 @@ def simulate(recorder: Recorder, cluster: Cluster, flops: Mapping[str, int]) -> 
     actions = [(_KINDS[action.kind], action.value) for action in recorder.actions]
     transfers = [tree.transfer(each, axes) for each in recorder.transfers]
     slow = [round(cluster.slow.get(rank, 1.0) * _USUAL_PPM) for rank in range(n_ranks)]
-    found = _C.plan_simulate(
+    found: _C.PlanTimes = _C.plan_simulate(
         nodes=tree.nodes,
         ranks=[(tree.host_of(rank), 0, slow[rank], *tree.port, tree.copy) for rank in range(n_ranks)],
         programs=[(actions, transfers)],
@@ -153,7 +151,7 @@ def simulate(recorder: Recorder, cluster: Cluster, flops: Mapping[str, int]) -> 
         _spans(recorder, found.actions[0], found.transfers[0], tree),
         sum(flops.values()),
         seconds_of_flops,
-        tree.bytes_by_link(found),
+        tree.bytes_by_link(usages, found.nodes),
     )
 
 
@@ -163,7 +161,7 @@ class _Tree:
     def __init__(self, cluster: Cluster) -> None:
         machine, self._cluster = cluster.machine, cluster
         links = machine.links
-        # Ranks below a node of each level: a host, a rack, ...; what is left hangs on the root.
+        # Ranks below a node of each level: a host, a rack, and so on.
         self.sizes = [cluster.per_host]
         for link in links[1:]:
             below = link.n_below or math.ceil(cluster.n_ranks / self.sizes[-1])
@@ -175,7 +173,7 @@ class _Tree:
         top = next((level for level, size in enumerate(self.sizes) if size >= cluster.n_ranks), len(self.sizes) - 1)
         if self.sizes[top] < cluster.n_ranks:
             raise _no_link(machine, f"groups of {self.sizes[top]} ranks")
-        # A way between two ranks goes up and down, so each port and link has half of what its level adds to a step.
+        # A way between two ranks goes up and down: each port and link has half of the latency that its level adds.
         latencies = [0 if link.mode == PULL else link.latency_ns for link in links]
         self._latencies = [max(high - low, 0) // 2 for low, high in zip([0, *latencies], latencies)]
         self.port = (links[0].bytes_per_s, self._latencies[0]) if links else (0, 0)
@@ -243,13 +241,13 @@ class _Tree:
                 flags = _C.PLAN_TWO_LEVELS
         return _C.PLAN_OPS[op], axes.index(transfer.ranks), _NETWORK, flags, transfer.n_bytes
 
-    def bytes_by_link(self, found: Any) -> dict[str, int]:
+    def bytes_by_link(self, usages: Sequence[_C.PlanUsage], nodes: Sequence[_C.PlanTraffic]) -> dict[str, int]:
         """Bytes that cross each level of links, counted where they enter it, and bytes of files."""
         by_link = dict.fromkeys(self.names, 0)
         pulls = bool(self.names) and self._cluster.machine.links[0].mode == PULL
-        for usage in [] if pulls or not self.names else found.ranks:
+        for usage in [] if pulls or not self.names else usages:
             by_link[self.names[0]] += usage.up_bytes
-        for level, node in zip(self._levels, found.nodes):
+        for level, node in zip(self._levels, nodes):
             if level + 1 < len(self.names):
                 by_link[self.names[level + 1]] += node.up_bytes
             if level == 0 and pulls:

@@ -218,12 +218,9 @@ void dsc::bind_plan(py::module_ &m)
         .def_readonly("end_ns", &dsc_plan_usage::end_ns, "The end of its program.")
         .def_readonly("busy_ns", &dsc_plan_usage::busy_ns, "It computes.")
         .def_readonly("waited_ns", &dsc_plan_usage::waited_ns, "It waits for transfers, or pulls.")
-        .def_readonly("up_bytes", &dsc_plan_usage::up_bytes)
-        .def_readonly("down_bytes", &dsc_plan_usage::down_bytes)
-        .def_readonly("copied_bytes", &dsc_plan_usage::copied_bytes, "Between device and host.");
+        .def_readonly("up_bytes", &dsc_plan_usage::up_bytes);
     py::class_<struct dsc_plan_traffic>(m, "PlanTraffic", "Bytes over the link of a node, inside it, and of its file.")
         .def_readonly("up_bytes", &dsc_plan_traffic::up_bytes)
-        .def_readonly("down_bytes", &dsc_plan_traffic::down_bytes)
         .def_readonly("inner_bytes", &dsc_plan_traffic::inner_bytes, "Pulls included.")
         .def_readonly("read_bytes", &dsc_plan_traffic::read_bytes)
         .def_readonly("written_bytes", &dsc_plan_traffic::written_bytes);

@@ -155,7 +155,7 @@ def test_a_result_is_marked_with_the_commits_to_its_code_since(store):
     ):
         found = marked[n_commits] = pages({"engine_step": n_commits})
         assert f"{row}{cell} |\n" in found["training"] and sentence in found["training"]
-        assert f"(performance/training.md) | 1 | 0 | 56 |{of_area.removeprefix('|') or ' |'}\n" in found["performance"]
+        assert f"(performance/training.md) | 1 | 0 | 59 |{of_area.removeprefix('|') or ' |'}\n" in found["performance"]
         plain = {name: report.without_marks(text) for name, text in found.items()}
         assert plain == marked[0] == pages()
 
