@@ -17,6 +17,7 @@ from deepspeed_c.plan.script import Found, find_model
 from deepspeed_c.plan.simulated import PlannedStep, plan_step, prepare_step
 from deepspeed_c.plan.simulation import Cluster
 from deepspeed_c.plan.timed import TimedOperator
+from deepspeed_c.plan.variants import VariantRow, parse_variants, plan_variants
 from deepspeed_c.quantity import parse_seconds
 
 __all__ = ["ThisMachine", "add_options", "run"]
@@ -47,6 +48,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hosts", type=int, metavar="N", help="hosts of the run, in place of --ranks")
     group.add_argument("--per-host", type=int, metavar="N", help="ranks of a host; default: as the machine has")
     group.add_argument("--slow", metavar="RANK:FACTOR", help="ranks that compute longer, such as 17:1.1 or 17:1.1,40:2")
+    group.add_argument(
+        "--what-if", metavar="CHANGES", help="variants to simulate beside it, one change each: link=2x,stage=2,hpz=8"
+    )
     group.add_argument("--mtbf", metavar="TIME", help="mean time between failures of the run, such as 4h")
     group.add_argument("--save-every", metavar="TIME", help="time between checkpoints (--mtbf), such as 60s")
 
@@ -74,11 +78,18 @@ def run(
         raise ConfigError("no machine was given", where="--machine", fix="name one (h100), or the file of one")
     cluster = _cluster(options, read_machine(options.machine))
     loss = _expected_loss(options)
+    variants = [] if options.what_if is None else parse_variants(options.what_if)
     found, source = _find(options, script, arguments, cluster.n_ranks)
-    planned = plan_step(found, source, cluster, **_shape(options))
+    shape = _shape(options)
+    planned = plan_step(found, source, cluster, **shape)
+    rows = plan_variants(variants, found, source, cluster, **shape)
     if options.svg is not None:
         write_svg(options.svg, draw_lanes(planned.step))
-    print(json.dumps(_as_json(planned, loss)) if options.json else _as_text(planned, loss))
+    if options.json:
+        what_if = [{"change": row.variant.name, "refusal": row.refusal, **_step_json(row)} for row in rows]
+        print(json.dumps({**_as_json(planned, loss), "what_if": what_if}))
+    else:
+        print("\n".join([_as_text(planned, loss), *_variant_lines(planned, rows)]))
     return 0
 
 
@@ -220,6 +231,29 @@ def _as_json(planned: PlannedStep, loss: float | None) -> dict[str, Any]:
         "lost_to_failures": loss,
         "notes": list(planned.notes),
     }
+
+
+def _step_json(row: VariantRow) -> dict[str, Any]:
+    if row.planned is None:
+        return {"step_seconds": None, "peak_bytes": None}
+    return {"step_seconds": row.planned.step.seconds, "peak_bytes": row.planned.peak_bytes}
+
+
+def _variant_lines(planned: PlannedStep, rows: Sequence[VariantRow]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["", f"  {'what if':16}{'step':>12}{'of it now':>12}{'rank 0 waits':>16}{'GiB':>8}"]
+    for row in rows:
+        if row.planned is None:
+            lines.append(f"  {row.variant.name:16}  refused: {row.refusal}")
+            continue
+        step, peak = row.planned.step, row.planned.peak_bytes
+        memory = "-" if peak is None else f"{peak / 2**30:.2f}"
+        lines.append(
+            f"  {row.variant.name:16}{_seconds(step.seconds)}{step.seconds / planned.step.seconds:12.1%}"
+            f"    {_seconds(step.waited_seconds[0])}{memory:>8}"
+        )
+    return lines
 
 
 def _as_text(planned: PlannedStep, loss: float | None) -> str:

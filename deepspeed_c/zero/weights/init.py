@@ -93,7 +93,7 @@ def zero_wrapper_for_fp_tensor_constructor(
     """A constructor like ``fn``. Its floating-point results have the dtype ``target_fp_dtype`` and are on
     ``target_device`` unless the caller names a device.
 
-    If one of the two is None, the constructor decides it.
+    The constructor decides a dtype or a device that is None.
     """
 
     @functools.wraps(fn)

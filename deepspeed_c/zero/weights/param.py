@@ -1,9 +1,8 @@
 """A sharded parameter. Each rank always keeps a piece of a ``torch.nn.Parameter``, and holds the whole parameter only
 while it is used.
 
-The parameter object never changes. While a parameter is *released*, its storage is empty, and its class is a subclass
-in which reading ``.data`` raises an error that says what to do. While it is *available*, it behaves as an ordinary
-parameter of its own class. A ``ShardState`` holds the parameter's state. Without an engine (a model under
+The parameter object never changes. A *released* parameter has an empty storage, and its class is a subclass in which
+reading ``.data`` raises an error with a fix. An *available* parameter behaves as an ordinary one of its own class. A ``ShardState`` holds the parameter's state. Without an engine (a model under
 ``zero.Init``) the state is a ``StandaloneShard``. With an engine it belongs to one of the engine's gather units
 (``gather_unit.py``).
 """
