@@ -39,8 +39,8 @@ class TensorPrint(NamedTuple):
 
     @property
     def is_unmade(self) -> bool:
-        """Whether it is an optimizer state of zeros. One that the optimizer has not made yet is no other: places of
-        states differ in when they make them."""
+        """Whether it is an optimizer state of zeros. A state that the optimizer has not made yet counts as zeros,
+        because places of states make them at different times."""
         return self.kind != PARAM and self.crc == _crc_of_zeros(math.prod(self.shape) * self.dtype.itemsize)
 
 

@@ -42,7 +42,7 @@ class ModelOperators(NamedTuple):
 
     @property
     def n_flops(self) -> int:
-        """Of the products of forward and backward."""
+        """FLOPs of the products of forward and backward."""
         both = (self.forward, self.backward)
         return sum(each.flops for half in both for found in half.values() for each in found)
 

@@ -25,7 +25,7 @@ from deepspeed_c.zero.layout.layout import mesh_of_config
 __all__ = ["PretendedFile", "PretendedRanks", "PretendedSharedMemory", "pretended_mesh"]
 
 
-_NUMBER_BYTES = 8  # of a number that ranks exchange
+_NUMBER_BYTES = 8  # a number that ranks exchange
 
 
 class _NoGroup:

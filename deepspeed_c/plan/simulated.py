@@ -71,7 +71,7 @@ class PlannedStep(NamedTuple):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of a rank's device; None if the configuration cannot be planned."""
+        """The peak of a rank's device; None if the configuration cannot be planned."""
         plan = self.table.rows[self.table.chosen].plan
         return None if plan is None else plan.peak.nbytes
 

@@ -20,7 +20,7 @@ _N_LANES = 2
 
 _KINDS = {RUN: _C.PLAN_RUN, START: _C.PLAN_START, WAIT: _C.PLAN_WAIT}
 
-_USUAL_PPM = 1_000_000  # of the time in which a rank computes
+_USUAL_PPM = 1_000_000  # the factor of a usual rank's computations
 
 # Operations of a ledger that the core knows by another name.
 _SAME_AS = {"barrier": "all-gather"}
@@ -179,7 +179,7 @@ class _Tree:
         self.port = (links[0].bytes_per_s, self._latencies[0]) if links else (0, 0)
         self.names = [link.name for link in links]
         self.nodes: list[tuple[int, ...]] = []
-        begin = 0  # of the nodes of the level above
+        begin = 0  # the first node of the level above
         for level in range(top, -1, -1):
             n_nodes = math.ceil(cluster.n_ranks / self.sizes[level])
             first = len(self.nodes)

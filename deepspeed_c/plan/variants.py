@@ -27,7 +27,7 @@ class Variant(NamedTuple):
     name: str
     """As it was written: ``link=2x``."""
     keys: Mapping[str, int]
-    """Of the section ``zero_optimization``."""
+    """Changed keys of the section ``zero_optimization``."""
     link: float = 1.0
     """A factor for the rates of all links."""
 

@@ -2,9 +2,9 @@
 while it is used.
 
 The parameter object never changes. A *released* parameter has an empty storage, and its class is a subclass in which
-reading ``.data`` raises an error with a fix. An *available* parameter behaves as an ordinary one of its own class. A ``ShardState`` holds the parameter's state. Without an engine (a model under
-``zero.Init``) the state is a ``StandaloneShard``. With an engine it belongs to one of the engine's gather units
-(``gather_unit.py``).
+reading ``.data`` raises an error with a fix. An *available* parameter behaves as an ordinary one of its own class. A
+``ShardState`` holds the parameter's state. Without an engine (a model under ``zero.Init``) the state is a
+``StandaloneShard``. With an engine it belongs to one of the engine's gather units (``gather_unit.py``).
 """
 
 from __future__ import annotations
