@@ -44,6 +44,7 @@ TIER_NVME: int
 TP_COLUMNS: int
 TP_KEYS: int
 TP_QUERIES: int
+PLAN_OPS: dict[str, int]
 
 class AioEngine:
     def __init__(self, backend: str | None = ..., block_bytes: int = ..., queue_depth: int = ..., n_threads: int = ..., single_submit: bool = ..., overlap_events: bool = ..., uses_direct: bool = ...) -> None: ...

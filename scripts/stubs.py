@@ -42,6 +42,9 @@ def stubs(module: Any = _C) -> str:
     values = {name: getattr(module, name) for name in names}
     parts = [_HEAD]
     parts += [f"{name}: int\n" for name, value in values.items() if isinstance(value, int)]
+    # Tables of the binding have names and numbers.
+    tables = (name for name, value in values.items() if isinstance(value, dict))
+    parts += [f"{name}: dict[str, int]\n" for name in tables if not name.startswith("_")]
     parts += ["\n" + _class(name, value) for name, value in values.items() if isinstance(value, type)]
     parts += [
         f"def {_signature(value.__doc__)}: ...\n"
