@@ -67,7 +67,7 @@ COMMANDS: dict[str, Command] = {
         (
             (
                 "deepspeed_c plan --help",
-                "the memory that each rank of a run will take, for each ZeRO stage; with --simulate, the time of a step",
+                "the memory of each rank of a run, for each ZeRO stage; with --simulate, the time of a step",
             ),
         ),
     ),

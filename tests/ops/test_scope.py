@@ -98,7 +98,7 @@ def test_the_engine_knows_no_optimizer_by_name():
     paths += [path for folder in ("zero", "offload", "plan") for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(paths) > 30
     found = {str(path.relative_to(ROOT)): names for path in paths if (names := names_in(path.read_text()))}
-    assert found == {"plan/table.py": {"AdamW"}}  # the plan's default optimizer
+    assert found == {"plan/prepared.py": {"AdamW"}}  # the plan's default optimizer
 
 
 @pytest.mark.parametrize(
