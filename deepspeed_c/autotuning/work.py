@@ -6,18 +6,17 @@ convolutions, which have faster algorithms, and the recomputation of layers for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deepspeed_c.autotuning.bound import StepWork
 from deepspeed_c.engine.precision import Precision
 from deepspeed_c.plan.activations import (
     MODELS_OWN,
     ForwardShape,
+    first_result,
     likely_inputs,
     running_without_data,
     twin_without_data,
@@ -52,10 +51,9 @@ def trace_products(model: torch.nn.Module, batch: ForwardShape, precision: Preci
             try:
                 with running_without_data(precision, device_type, None), torch.enable_grad(), products:
                     found = twin(**inputs) if isinstance(inputs, dict) else twin(*inputs)
-                    values = list(found.values()) if isinstance(found, Mapping) else found
-                    outputs = [x for x in tree_leaves(values) if torch.is_tensor(x) and x.requires_grad]
-                    if outputs:
-                        outputs[0].float().sum().backward()
+                    result = first_result(found)
+                    if result is not None:
+                        torch.autograd.backward(result.float().sum())
             except MODELS_OWN:
                 continue
             return products.n_flops

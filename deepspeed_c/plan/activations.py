@@ -43,6 +43,7 @@ __all__ = [
     "ForwardShape",
     "Segment",
     "Traced",
+    "first_result",
     "likely_inputs",
     "refuse_experts",
     "running_without_data",
@@ -346,7 +347,7 @@ class _Trace:
             stack.enter_context(saved_tensors_hooks(self._save, _same))
             stack.enter_context(torch.enable_grad())
             found = self._model(**inputs) if isinstance(inputs, dict) else self._model(*inputs)
-        loss = _first_result(found)
+        loss = first_result(found)
         if loss is not None:
             with _Values(self._ranks):  # records the traffic of tensor-parallel layers in the backward
                 torch.autograd.backward(loss.float().sum())
@@ -403,7 +404,7 @@ def _alive_in(model: torch.nn.Module, inputs: Any, precision: Precision, device_
     ]
     try:
         with running_without_data(precision, device_type, ranks), torch.enable_grad(), lives:
-            loss = _first_result(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
+            loss = first_result(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
         n_forward = lives.end_phase()
         if loss is not None:
             with _Values(ranks), lives:
@@ -475,7 +476,7 @@ class _Lives(TorchDispatchMode):
         return Alive(forward, backward, heap_peak([*events, *(HeapEvent(each, 0) for each in left)]))
 
 
-def _first_result(found: Any) -> torch.Tensor | None:
+def first_result(found: Any) -> torch.Tensor | None:
     """The first output that a backward can begin at: the loss, of models that compute it."""
     leaves = (leaf for leaf in tree_leaves(_plain(found)) if torch.is_tensor(leaf) and leaf.requires_grad)
     return next(leaves, None)

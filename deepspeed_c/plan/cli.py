@@ -18,6 +18,7 @@ from deepspeed_c.plan.activations import ForwardShape
 from deepspeed_c.plan.generation import GenerationShape
 from deepspeed_c.plan.inference import plan_inference
 from deepspeed_c.plan.memory import Activations
+from deepspeed_c.plan.options import read_number, require_config, sample_of
 from deepspeed_c.plan.picture import draw
 from deepspeed_c.plan.pipeline import plan_pipeline
 from deepspeed_c.plan.script import find_model
@@ -93,7 +94,7 @@ def main(argv: Sequence[str], this_machine: ThisMachine | None = None) -> int:
         find = partial(find_model, script, arguments, n_ranks)
         found = find(rank=0)
         source = options.config if options.config is not None else found.read_source()
-        _require_config(source, f"--config, or {script}")
+        require_config(source, f"--config, or {script}")
         if isinstance(found.model, PipelineModule):
             _refuse_for_pipelines(options)
             plan = plan_pipeline(lambda rank: find(rank=rank), found, source, n_ranks, **shared)
@@ -111,7 +112,7 @@ def main(argv: Sequence[str], this_machine: ThisMachine | None = None) -> int:
             **shared,
         )
     else:
-        _require_config(options.config, "--config")
+        require_config(options.config, "--config")
         n_params = parse_count(options.params, "--params")
         n_layers = guess_layers(n_params) if options.layers is None else options.layers
         sizes = stack_of(n_params, n_layers, DTYPES[options.given])
@@ -148,11 +149,11 @@ def _plan_inference(options: argparse.Namespace, parser: argparse.ArgumentParser
     plan = plan_inference(
         Path(options.inference),
         n_ranks=n_ranks,
-        n_samples=1 if options.batch is None else _number(options.batch, "--batch"),
-        n_tokens=None if options.seq is None else _number(options.seq, "--seq"),
+        n_samples=1 if options.batch is None else read_number(options.batch, "--batch"),
+        n_tokens=None if options.seq is None else read_number(options.seq, "--seq"),
         dtype=options.dtype,
-        n_prompt=None if options.prompt is None else _number(options.prompt, "--prompt"),
-        n_ways=1 if options.ways is None else _number(options.ways, "--ways"),
+        n_prompt=None if options.prompt is None else read_number(options.prompt, "--prompt"),
+        n_ways=1 if options.ways is None else read_number(options.ways, "--ways"),
     )
     print(json.dumps(plan.as_json()) if options.json else str(plan))
     return 0
@@ -169,9 +170,7 @@ def _batch(options: argparse.Namespace, *, has_script: bool) -> ForwardShape | N
             where=f"--{told[0]}",
             fix="give --batch N and a script with it, and no --activations",
         )
-    sample = None if options.sample is None else tuple(_number(word, "--sample") for word in options.sample.split("x"))
-    n_tokens = None if options.seq is None else _number(options.seq, "--seq")
-    return ForwardShape(_number(options.batch, "--batch"), n_tokens, sample)
+    return ForwardShape(read_number(options.batch, "--batch"), *sample_of(options))
 
 
 def _generates(text: str | None, *, has_script: bool) -> GenerationShape | None:
@@ -191,13 +190,7 @@ def _generates(text: str | None, *, has_script: bool) -> GenerationShape | None:
             where="--generate",
             fix="give a script in place of --params",
         )
-    return GenerationShape(*(_number(word, "--generate") for word in words))
-
-
-def _number(word: str, where: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise ConfigError(f"{word!r} is no number > 0", where=where, fix="write one, such as 8 (--sample 3x224x224)")
-    return int(word)
+    return GenerationShape(*(read_number(word, "--generate") for word in words))
 
 
 def _write_svg(path: str, picture: str) -> None:
@@ -249,11 +242,6 @@ def _rates(text: str | None) -> Rates:
             f"{text!r} is not understood", where="--rates", fix="write three numbers > 0, such as 2000,25,25"
         )
     return Rates(*rates)
-
-
-def _require_config(source: object, where: str) -> None:
-    if source is None:
-        raise ConfigError("no configuration was given", where=where, fix="pass --config FILE")
 
 
 def _parser() -> argparse.ArgumentParser:

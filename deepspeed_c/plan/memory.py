@@ -257,9 +257,8 @@ def plan_memory(
     ``activations`` are added to forward and backward. With ``generation``, the rank generates between steps. Nothing is
     allocated. Raises ModelError if ``initialize`` would raise it for the same layout.
     """
-    offload = Offload.of(config.zero)
     with ExitStack() as at_end:
-        walk = RankWalk(sizes, config, n_ranks, optimizer, device_type, offload, at_end)
+        walk = RankWalk(sizes, config, n_ranks, optimizer, device_type, at_end)
         walk.initialize()
         for _ in range(N_WINDOWS):
             walk.window(activations)
@@ -277,7 +276,7 @@ def plan_memory(
         return MemoryPlan(
             config.zero.stage,
             n_ranks,
-            offload,
+            walk.offload,
             {name: walk.book.phases[name] for name in PHASES if name in walk.book.phases},
             len(walk.buckets),
             "" if unit is None else unit.gather_label(index),
@@ -298,11 +297,11 @@ class RankWalk:
         n_ranks: int,
         optimizer: OptimizerSizes | None,
         device_type: str,
-        offload: Offload,
         at_end: ExitStack,
         work: ModuleWork = NO_WORK,
     ) -> None:
         is_host = device_type == "cpu"
+        self.offload = offload = Offload.of(config.zero)
         places = offload.kinds(config.zero.stage, is_host=is_host)
         host, nvme = ({kind for kind, place in places.items() if place == name} for name in ("host", "nvme"))
         self.book = book = Book(host | {HOST_ACTIVATIONS}, nvme | {NVME_ACTIVATIONS})

@@ -19,6 +19,7 @@ from deepspeed_c.errors import DeepSpeedCError, ModelError
 from deepspeed_c.plan.activations import (
     MODELS_OWN,
     ForwardShape,
+    first_result,
     likely_inputs,
     refuse_experts,
     running_without_data,
@@ -40,12 +41,6 @@ class ModelOperators(NamedTuple):
     calls: Mapping[str, TimedOperator]
     """By signature: a call that can be made again with tensors of the same kind."""
 
-    @property
-    def n_flops(self) -> int:
-        """FLOPs of the products of forward and backward."""
-        both = (self.forward, self.backward)
-        return sum(each.flops for half in both for found in half.values() for each in found)
-
 
 def trace_operators(
     model: torch.nn.Module, batch: ForwardShape, precision: Precision, device_type: str
@@ -66,11 +61,9 @@ def trace_operators(
             try:
                 with running_without_data(precision, device_type, None), torch.enable_grad(), notes:
                     outputs = twin(**inputs) if isinstance(inputs, dict) else twin(*inputs)
-                    values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
-                    found = [x for x in tree_leaves(values) if torch.is_tensor(x) and x.requires_grad]
-                    if found:
-                        loss = found[0] if found[0].numel() == 1 else found[0].float().sum()
-                        loss.backward()
+                    loss = first_result(outputs)
+                    if loss is not None:
+                        torch.autograd.backward(loss if loss.numel() == 1 else loss.float().sum())
             except DeepSpeedCError:
                 raise
             except MODELS_OWN as error:

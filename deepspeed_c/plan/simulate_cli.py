@@ -13,6 +13,7 @@ from deepspeed_c.config.source import read_source
 from deepspeed_c.errors import ConfigError
 from deepspeed_c.plan.lanes import draw_lanes
 from deepspeed_c.plan.machine import Machine, read_machine, shipped_machines, write_machine
+from deepspeed_c.plan.options import require_config, sample_of
 from deepspeed_c.plan.script import Found, find_model
 from deepspeed_c.plan.simulated import PlannedStep, plan_step, prepare_step
 from deepspeed_c.plan.simulation import Cluster
@@ -82,7 +83,7 @@ def run(
     found, source = _find(options, script, arguments, cluster.n_ranks)
     shape = _shape(options)
     planned = plan_step(found, source, cluster, **shape)
-    rows = plan_variants(variants, found, source, cluster, **shape)
+    rows = plan_variants(variants, found, source, cluster, operators=planned.operators, **shape)
     if options.svg is not None:
         write_svg(options.svg, draw_lanes(planned.step))
     if options.json:
@@ -97,8 +98,7 @@ def _find(options: argparse.Namespace, script: str, arguments: Sequence[str], n_
     """(the model of a script, its configuration)."""
     found = find_model(script, arguments, n_ranks, rank=0)
     source = options.config if options.config is not None else found.read_source()
-    if source is None:
-        raise ConfigError("no configuration was given", where=f"--config, or {script}", fix="pass --config FILE")
+    require_config(source, f"--config, or {script}")
     if isinstance(found.model_parameters, Iterator):  # each plan reads them
         found = found._replace(model_parameters=list(found.model_parameters))
     return found, source
@@ -106,8 +106,8 @@ def _find(options: argparse.Namespace, script: str, arguments: Sequence[str], n_
 
 def _shape(options: argparse.Namespace) -> dict[str, Any]:
     """The shape of a sample, as ``plan_step`` takes it."""
-    sample = None if options.sample is None else tuple(_count(word, "--sample") for word in options.sample.split("x"))
-    return {"n_tokens": None if options.seq is None else _count(options.seq, "--seq"), "sample": sample}
+    n_tokens, sample = sample_of(options)
+    return {"n_tokens": n_tokens, "sample": sample}
 
 
 def _calibrate(options: argparse.Namespace, script: str, arguments: Sequence[str], this_machine: ThisMachine) -> int:
@@ -119,15 +119,15 @@ def _calibrate(options: argparse.Namespace, script: str, arguments: Sequence[str
         raise ConfigError("is a machine that the package has", where=f"--machine {path}", fix="name a file to write")
     found, source = _find(options, script, arguments, options.ranks)
     shape = _shape(options)
-    calls = prepare_step(found, source, options.ranks, this_machine.device_type, **shape).operators.calls
-    machine = this_machine.calibrate(options.ranks, list(calls.values()), path.parent)
+    operators = prepare_step(found, source, options.ranks, this_machine.device_type, **shape).operators
+    machine = this_machine.calibrate(options.ranks, list(operators.calls.values()), path.parent)
     try:
         write_machine(machine, path)
     except OSError as error:
         raise ConfigError(
             f"cannot be written: {error.strerror}", where=f"--machine {path}", fix="name another"
         ) from error
-    planned = plan_step(found, source, Cluster(machine, options.ranks, options.ranks), **shape)
+    planned = plan_step(found, source, Cluster(machine, options.ranks, options.ranks), operators=operators, **shape)
     print(_as_text(planned, None))
     print(f"written: {path}")
     seconds = this_machine.measure_steps(script, arguments, read_source(source).keys, options.ranks)
@@ -173,12 +173,6 @@ def _slow(text: str | None, n_ranks: int) -> dict[int, float]:
                 fix=f"write a rank below {n_ranks} and how many times longer it computes, such as 0:1.1",
             )
     return found
-
-
-def _count(word: str, where: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise ConfigError(f"{word!r} is no number > 0", where=where, fix="write one, such as 8 (--sample 3x224x224)")
-    return int(word)
 
 
 def _expected_loss(options: argparse.Namespace) -> float | None:

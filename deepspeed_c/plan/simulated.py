@@ -11,7 +11,7 @@ from deepspeed_c.pipe import PipelineModule
 from deepspeed_c.plan.activations import ForwardShape
 from deepspeed_c.plan.computing import ModuleWork
 from deepspeed_c.plan.machine import Machine, operator_ns
-from deepspeed_c.plan.memory import Offload, RankWalk
+from deepspeed_c.plan.memory import RankWalk
 from deepspeed_c.plan.operators import ModelOperators, trace_operators
 from deepspeed_c.plan.prepared import Prepared, optimizer_sizes, prepare
 from deepspeed_c.plan.recorded import Recorder
@@ -52,9 +52,8 @@ class StepPlan(NamedTuple):
             allow_untested=config.zero_allow_untested_optimizer,
         )
         work = ModuleWork(forward, backward, 1e9 / machine.memory_bytes_per_s, 1e9 / machine.update_bytes_per_s, again)
-        offload = Offload.of(config.zero)
         with ExitStack() as at_end:
-            walk = RankWalk(prepared.sizes, config, prepared.n_ranks, states, machine.device, offload, at_end, work)
+            walk = RankWalk(prepared.sizes, config, prepared.n_ranks, states, machine.device, at_end, work)
             return walk.record_step()
 
 
@@ -68,6 +67,7 @@ class PlannedStep(NamedTuple):
     n_passes: int
     """Micro-batches of a rank."""
     notes: tuple[str, ...]
+    operators: ModelOperators
 
     @property
     def peak_bytes(self) -> int | None:
@@ -99,8 +99,10 @@ def prepare_step(
     *,
     n_tokens: int | None = None,
     sample: tuple[int, ...] | None = None,
+    operators: ModelOperators | None = None,
 ) -> StepPlan:
-    """Traces the operators of the model's forward and backward. Raises the errors of ``plan_table`` and of
+    """Traces the operators of the model's forward and backward, unless ``operators`` has those of an earlier trace with
+    the same model, batch and dtype. Raises the errors of ``plan_table`` and of
     ``trace_operators``, and FeatureError for what is not simulated yet."""
     if isinstance(found.model, PipelineModule):
         raise _not_yet("a PipelineModule", "give a whole model; deepspeed_c plan without --simulate plans its memory")
@@ -120,7 +122,8 @@ def prepare_step(
     if config.expert_parallel.enabled:
         raise _not_yet("expert parallelism", "leave out expert_parallel")
     batch = _batch_of(found, config.train_micro_batch_size_per_gpu, n_tokens, sample)
-    operators = trace_operators(found.model, batch, prepared.precision, device_type)
+    if operators is None:
+        operators = trace_operators(found.model, batch, prepared.precision, device_type)
     notes = list(prepared.notes)
     if n_tokens is None and sample is None:
         notes.append(f"{batch.n_tokens} tokens a sample, as many as the model allows (--seq)")
@@ -134,12 +137,20 @@ def _not_yet(what: str, fix: str) -> FeatureError:
 
 
 def plan_step(
-    found: Found, source: Any, cluster: Cluster, *, n_tokens: int | None = None, sample: tuple[int, ...] | None = None
+    found: Found,
+    source: Any,
+    cluster: Cluster,
+    *,
+    n_tokens: int | None = None,
+    sample: tuple[int, ...] | None = None,
+    operators: ModelOperators | None = None,
 ) -> PlannedStep:
-    """A step of the model that a script passes to ``initialize``. Raises the errors of ``prepare_step``, and
-    ConfigError if the machine has no rate that the step needs."""
+    """A step of the model that a script passes to ``initialize``. The other arguments and the errors are those of
+    ``prepare_step``. Also raises ConfigError if the machine has no rate that the step needs."""
     machine = cluster.machine
-    plan = prepare_step(found, source, cluster.n_ranks, machine.device, n_tokens=n_tokens, sample=sample)
+    plan = prepare_step(
+        found, source, cluster.n_ranks, machine.device, n_tokens=n_tokens, sample=sample, operators=operators
+    )
     table = plan_table(
         source,
         cluster.n_ranks,
@@ -153,7 +164,7 @@ def plan_step(
     )
     flops = _flops_by_dtype(plan.operators, plan.n_passes)
     step = simulate(plan.record(machine), cluster, flops)
-    return PlannedStep(step, table, cluster, plan.batch, plan.n_passes, plan.notes)
+    return PlannedStep(step, table, cluster, plan.batch, plan.n_passes, plan.notes, plan.operators)
 
 
 def _flops_by_dtype(operators: ModelOperators, n_passes: int) -> Mapping[str, int]:

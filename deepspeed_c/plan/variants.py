@@ -83,18 +83,14 @@ def plan_variants(
     found: Found,
     source: Any,
     cluster: Cluster,
-    *,
-    n_tokens: int | None = None,
-    sample: tuple[int, ...] | None = None,
+    **shared: Any,
 ) -> list[VariantRow]:
-    """Simulates a step of each variant. The arguments are those of ``plan_step``; a variant that it refuses has a row
+    """Simulates a step of each variant. shared: further arguments of ``plan_step``. A variant that it refuses has a row
     with the reason."""
     rows = []
     for variant in variants:
         try:
-            planned = plan_step(
-                found, variant.source(source), variant.cluster(cluster), n_tokens=n_tokens, sample=sample
-            )
+            planned = plan_step(found, variant.source(source), variant.cluster(cluster), **shared)
             rows.append(VariantRow(variant, planned))
         except DeepSpeedCError as error:
             rows.append(VariantRow(variant, None, f"{error.where}: {error.what}" if error.where else error.what))

@@ -17,7 +17,7 @@ from deepspeed_c.comm.ledger import all_ledgers
 from deepspeed_c.config import load_config
 from deepspeed_c.engine.build import build_optimizer
 from deepspeed_c.plan.computing import ModuleWork
-from deepspeed_c.plan.memory import Offload, RankWalk
+from deepspeed_c.plan.memory import RankWalk
 from deepspeed_c.plan.recorded import READ, RUN, START, WAIT, WRITE, Recorder
 from deepspeed_c.plan.sizes import group_sizes, sizes_of
 from tests.cells import every
@@ -117,8 +117,7 @@ def recorded(case: Case, work: ModuleWork = ModuleWork({}, {})) -> Recorder:  # 
     sizes = sizes_of(model, [group["params"] for group in base.param_groups])
     optimizer = group_sizes(base, is_sharded=case.stage > 0 and case.world > 1)
     with ExitStack() as at_end:
-        offload = Offload.of(settings.zero)
-        return RankWalk(sizes, settings, case.world, optimizer, "cpu", offload, at_end, work).record_step()
+        return RankWalk(sizes, settings, case.world, optimizer, "cpu", at_end, work).record_step()
 
 
 @pytest.mark.parametrize("name", every(3, CASES))
@@ -173,7 +172,7 @@ def test_work_of_modules_without_parameters_is_their_ancestors():
     work = ModuleWork({"0.activation": 7, "nowhere.at.all": 11}, {})
     states = group_sizes(base, is_sharded=False)
     with ExitStack() as at_end:
-        found = RankWalk(sizes, settings, 1, states, "cpu", Offload(), at_end, work).record_step()
+        found = RankWalk(sizes, settings, 1, states, "cpu", at_end, work).record_step()
     assert {action.label: action.value for action in found.actions if action.kind == RUN} == {"0": 7, "": 11}
 
 
